@@ -1,0 +1,1 @@
+"""Pure functions of APPO: returns, advantages, lag, action distributions, normalization."""

@@ -1,0 +1,1 @@
+"""Lightning callbacks: reports, progress bar, checkpoints."""

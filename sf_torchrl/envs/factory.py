@@ -1,0 +1,127 @@
+"""Making envs, and trying one out before any process starts. Free of torch: env workers use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from sf_torchrl.envs.spaces import EnvSpecs, pick, read_specs
+
+EnvFactory = str | Callable[[], gymnasium.Env[Any, Any]]
+"""A gymnasium env id, or a callable that makes one env a call."""
+
+_OLD_API = (
+    "uses the Gym API from before 0.26; gymnasium's reset returns (observation, info) and its step "
+    "returns (observation, reward, terminated, truncated, info). Port it, or wrap it with shimmy"
+)
+
+
+class EnvError(ValueError):
+    """An env cannot be made or does not keep gymnasium's contract."""
+
+
+def env_name(create_env_fn: EnvFactory) -> str:
+    """A name for messages: the id, or what the callable calls itself."""
+    if isinstance(create_env_fn, str):
+        return create_env_fn
+    return getattr(create_env_fn, "__name__", type(create_env_fn).__name__)
+
+
+def make_env(create_env_fn: EnvFactory) -> gymnasium.Env[Any, Any]:
+    """Make one env.
+
+    Raises:
+        EnvError: the id is unknown, or what the callable returned is no single gymnasium env.
+        Exception: whatever the env's own constructor raises.
+    """
+    if isinstance(create_env_fn, str):
+        try:
+            # The checker looks at the first steps only, which try_out does too.
+            return gymnasium.make(create_env_fn, disable_env_checker=True)
+        except (gymnasium.error.UnregisteredEnv, ModuleNotFoundError) as error:
+            raise EnvError(f"unknown env id {create_env_fn!r}: {error}") from error
+    env = create_env_fn()
+    if isinstance(env, VectorEnv):
+        raise EnvError(
+            f"{env_name(create_env_fn)} made a vector env ({type(env).__name__}); create_env_fn must "
+            "make one single env a call: num_envs_per_worker sets how many"
+        )
+    if not all(hasattr(env, name) for name in ("reset", "step", "observation_space")):
+        raise EnvError(f"{env_name(create_env_fn)} made {env!r}, which is no gymnasium env")
+    return env
+
+
+def try_out(create_env_fn: EnvFactory) -> EnvSpecs:
+    """Make an env, reset it, step it once, close it, and return what it observes and accepts.
+
+    Raises:
+        EnvError: it breaks gymnasium's contract, or its constructor, ``reset`` or ``step`` raised
+            (the original exception is the cause).
+        UnsupportedSpaceError: one of its spaces is not supported.
+    """
+    name = env_name(create_env_fn)
+    try:
+        env = make_env(create_env_fn)
+    except EnvError:
+        raise
+    except Exception as error:
+        raise EnvError(f"making env {name!r} raised {type(error).__name__}: {error}") from error
+    try:
+        specs = read_specs(env, name)
+        _check_contract(env, specs)
+    finally:
+        env.close()
+    return specs
+
+
+def _check_contract(env: gymnasium.Env[Any, Any], specs: EnvSpecs) -> None:
+    env.action_space.seed(0)
+    result = _call(specs.name, "reset", lambda: env.reset(seed=0))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise EnvError(f"env {specs.name!r} {_OLD_API}; its reset returned {_outline(result)}")
+    _check_observation(result[0], specs, "reset")
+    result = _call(specs.name, "step", lambda: env.step(env.action_space.sample()))
+    if not (isinstance(result, tuple) and len(result) == 5):
+        raise EnvError(f"env {specs.name!r} {_OLD_API}; its step returned {_outline(result)}")
+    _check_observation(result[0], specs, "step")
+    try:
+        float(result[1])
+    except (TypeError, ValueError):
+        raise EnvError(f"env {specs.name!r}: reward {result[1]!r} is not a number") from None
+
+
+def _call(name: str, method: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except TypeError as error:
+        if "seed" in str(error):  # reset() of an old env takes no seed
+            raise EnvError(f"env {name!r} {_OLD_API}; {method} raised: {error}") from error
+        raise EnvError(f"{method} of env {name!r} raised TypeError: {error}") from error
+    except Exception as error:
+        raise EnvError(f"{method} of env {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _outline(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}"
+    return f"a {type(result).__name__}"
+
+
+def _check_observation(observation: Any, specs: EnvSpecs, method: str) -> None:
+    for feature in specs.observation:
+        label = ".".join(feature.key)
+        try:
+            value = np.asarray(pick(observation, feature.key))
+        except (KeyError, TypeError):
+            raise EnvError(
+                f"env {specs.name!r}: {method} returned no {label!r}, which its observation_space has"
+            ) from None
+        if value.shape != feature.shape:
+            raise EnvError(
+                f"env {specs.name!r}: {method} returned {label!r} of shape {value.shape}, "
+                f"its observation_space says {feature.shape}"
+            )

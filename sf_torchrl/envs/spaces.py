@@ -1,0 +1,134 @@
+"""Gymnasium spaces as the slab and the policy see them. Free of torch: env workers use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from sf_torchrl.memory.slab import Feature, Key
+
+Array = np.ndarray[Any, Any]
+
+
+class UnsupportedSpaceError(ValueError):
+    """The env has a space that cannot be laid out in shared memory or acted in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionSpec:
+    """An action space in plain values, so that it can be sent, saved and compared."""
+
+    kind: str
+    """``discrete`` or ``box``."""
+    n: int = 0
+    """Discrete: number of actions."""
+    start: int = 0
+    """Discrete: the env's smallest action; the policy counts from zero."""
+    shape: tuple[int, ...] = ()
+    """Box: shape of one action."""
+    low: tuple[float, ...] = ()
+    """Box: smallest values, flattened."""
+    high: tuple[float, ...] = ()
+    """Box: largest values, flattened."""
+
+    def to_env(self, actions: Array) -> list[Any]:
+        """``[k, ...]`` actions as the policy chose them -> what each of k envs is given.
+
+        Discrete actions become ints counted from ``start``; continuous ones are clipped to the
+        space, in arrays that the env may keep or change: the batch holds the unclipped action.
+        """
+        if self.kind == "discrete":
+            chosen: list[Any] = actions.tolist()
+            return [a + self.start for a in chosen] if self.start else chosen
+        low = np.array(self.low, actions.dtype).reshape(self.shape)
+        high = np.array(self.high, actions.dtype).reshape(self.shape)
+        return list(np.clip(actions, low, high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSpecs:
+    """What one step of an env holds, read from a real one before anything starts."""
+
+    name: str
+    """Env id or class name, for messages."""
+    observation: tuple[Feature, ...]
+    """One feature a key; a space that is no ``Dict`` has the key ``observation``."""
+    action: ActionSpec
+
+
+def observation_features(space: spaces.Space[Any]) -> tuple[Feature, ...]:
+    """Features of an observation space: ``Box``, or ``Dict`` of such, nested or not.
+
+    Raises:
+        UnsupportedSpaceError: any other space.
+    """
+    if isinstance(space, spaces.Dict):
+        return tuple(_dict_features(space, ()))
+    return (_box_feature(space, ("observation",)),)
+
+
+def _dict_features(space: spaces.Dict, prefix: Key) -> list[Feature]:
+    found: list[Feature] = []
+    for name, part in space.spaces.items():
+        key = (*prefix, str(name))
+        if isinstance(part, spaces.Dict):
+            found += _dict_features(part, key)
+        else:
+            found.append(_box_feature(part, key))
+    return found
+
+
+def _box_feature(space: spaces.Space[Any], key: Key) -> Feature:
+    if not isinstance(space, spaces.Box) or space.dtype.kind not in "fiub":
+        raise UnsupportedSpaceError(
+            f"observation space {'.'.join(key)!r} is {space}; supported: Box, or a Dict of Box. "
+            "Convert it with a gymnasium wrapper, e.g. gymnasium.wrappers.FlattenObservation"
+        )
+    return Feature(key, space.dtype.name, tuple(space.shape))
+
+
+def action_spec(space: spaces.Space[Any]) -> ActionSpec:
+    """The action space in plain values.
+
+    Raises:
+        UnsupportedSpaceError: neither ``Discrete`` nor a floating-point ``Box``.
+    """
+    if isinstance(space, spaces.Discrete):
+        return ActionSpec(kind="discrete", n=int(space.n), start=int(space.start))
+    if isinstance(space, spaces.Box) and space.dtype.kind == "f":
+        return ActionSpec(
+            kind="box",
+            shape=tuple(space.shape),
+            low=tuple(space.low.ravel().tolist()),
+            high=tuple(space.high.ravel().tolist()),
+        )
+    raise UnsupportedSpaceError(
+        f"action space is {space}; supported: Discrete, or Box of floats. "
+        "Convert it with a gymnasium wrapper, e.g. gymnasium.wrappers.TransformAction"
+    )
+
+
+def read_specs(env: gymnasium.Env[Any, Any], name: str) -> EnvSpecs:
+    """Specs of a real env.
+
+    Raises:
+        UnsupportedSpaceError: a space that is not supported.
+    """
+    return EnvSpecs(
+        name=name,
+        observation=observation_features(env.observation_space),
+        action=action_spec(env.action_space),
+    )
+
+
+def pick(observation: Any, key: Key) -> Any:
+    """The part of an observation that a key names."""
+    if key == ("observation",) and not isinstance(observation, dict):
+        return observation
+    for name in key:
+        observation = observation[name]
+    return observation

@@ -1,0 +1,1 @@
+"""Shared memory: the slab of rollouts, index pipes, and the weight store."""

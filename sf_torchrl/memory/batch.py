@@ -1,0 +1,127 @@
+"""From finished slots to a batch: the one copy between the slab and the learner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from sf_torchrl.memory.slab import ENV, FINAL, OBSERVATION, POLICY, Key, Slab
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished episode."""
+
+    episode_return: float
+    """Sum of the env's own rewards, neither scaled nor clipped."""
+    length: int
+    """Env steps."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One leaf of the slab, or part of it, and where it goes in the batch."""
+
+    key: Key
+    rows: Tensor  # [slot, k, T, ...] view of the slab
+
+    def empty(self, num_rollouts: int) -> Tensor:
+        """Room for it in a new batch."""
+        return torch.empty((num_rollouts, *self.rows.shape[2:]), dtype=self.rows.dtype)
+
+
+class BatchAssembler:
+    """Copies finished slots into ``[B, T]`` batches with TorchRL's keys.
+
+    Each batch is new, contiguous memory that belongs to the caller.
+
+    Args:
+        slab: where the slots are.
+        num_rollouts: ``B``.
+    """
+
+    def __init__(self, slab: Slab, num_rollouts: int) -> None:
+        self._num_rollouts = num_rollouts
+        self._steps = slab.layout.rollout_length
+        views = slab.tensordict()
+        steps = self._steps
+        self._sources = [
+            _Source(key, views[(OBSERVATION, *key)][:, :, :steps])
+            for key in (f.key for f in slab.layout.observation)
+        ]
+        self._sources += [
+            _Source(f.key, views[(POLICY, *f.key)]) for f in slab.layout.policy
+        ]
+        self._sources += [
+            _Source(("policy_version",), views[(POLICY, "policy_version")]),
+            _Source(("collector", "traj_ids"), views[(ENV, "traj_ids")]),
+            _Source(("next", "reward"), views[(ENV, "reward")].unsqueeze(-1)),
+            _Source(("next", "terminated"), views[(ENV, "terminated")].unsqueeze(-1)),
+            _Source(("next", "truncated"), views[(ENV, "truncated")].unsqueeze(-1)),
+        ]
+        self._next = [
+            _Source(("next", *f.key), views[(OBSERVATION, *f.key)][:, :, 1:])
+            for f in slab.layout.observation
+        ]
+        self._final = [views[(FINAL, *f.key)] for f in slab.layout.observation]
+        self._terminated = slab.numpy(ENV, "terminated")
+        self._truncated = slab.numpy(ENV, "truncated")
+        self._episode_return = slab.numpy(ENV, "episode_return")
+        self._episode_length = slab.numpy(ENV, "episode_length")
+        self.start()
+
+    def start(self) -> None:
+        """Begin a new, empty batch."""
+        self._filled = 0
+        self._batch = [source.empty(self._num_rollouts) for source in self._sources]
+        self._batch_next = [source.empty(self._num_rollouts) for source in self._next]
+
+    @property
+    def missing(self) -> int:
+        """Rollouts that the batch still lacks."""
+        return self._num_rollouts - self._filled
+
+    def add(self, slot: int, first: int, count: int) -> list[Episode]:
+        """Copy rollouts ``first .. first + count`` of a slot into the batch.
+
+        Hot path: 1 to 2 us a leaf beyond the copy itself.
+
+        Returns:
+            The episodes that ended in them, oldest first.
+        """
+        of_slot, of_batch = slice(first, first + count), slice(self._filled, self._filled + count)
+        for source, target in zip(self._sources, self._batch, strict=True):
+            target[of_batch].copy_(source.rows[slot, of_slot])
+        for source, target in zip(self._next, self._batch_next, strict=True):
+            target[of_batch].copy_(source.rows[slot, of_slot])
+        # What followed an episode's last step is not the next row, which a reset has overwritten.
+        done = self._terminated[slot, of_slot] | self._truncated[slot, of_slot]
+        steps, rows = done.T.nonzero()
+        if len(rows) == 0:
+            self._filled += count
+            return []
+        for final, target in zip(self._final, self._batch_next, strict=True):
+            target[rows + self._filled, steps] = final[slot, rows + first, steps]
+        self._filled += count
+        returns = self._episode_return[slot, rows + first, steps].tolist()
+        lengths = self._episode_length[slot, rows + first, steps].tolist()
+        return [Episode(r, n) for r, n in zip(returns, lengths, strict=True)]
+
+    def finish(self) -> TensorDict:
+        """The full batch, ``[B, T]``; :meth:`start` must be called before the next.
+
+        Root ``done``, ``terminated`` and ``truncated`` are all False, as with TorchRL's
+        auto-resetting collectors.
+        """
+        batch = TensorDict({}, batch_size=[self._num_rollouts, self._steps])
+        for source, value in zip(self._sources + self._next, self._batch + self._batch_next, strict=True):
+            batch.set(source.key, value)
+        following = batch.get("next")
+        following.set("done", following.get("terminated") | following.get("truncated"))
+        for key in ("done", "terminated", "truncated"):
+            batch.set(key, torch.zeros((self._num_rollouts, self._steps, 1), dtype=torch.bool))
+        batch.names = [None, "time"]
+        return batch

@@ -1,0 +1,1 @@
+"""Networks: encoders, heads, and the actor-critic made of them."""

@@ -1,0 +1,126 @@
+"""What a policy reads and writes, found out by running it once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, unravel_key
+from torch import Tensor, nn
+
+from sf_torchrl.envs.spaces import ActionSpec, EnvSpecs
+from sf_torchrl.memory.slab import Feature, Key
+
+
+@dataclass(frozen=True)
+class PolicyIO:
+    """Keys and per-step features of a policy."""
+
+    in_keys: tuple[Key, ...]
+    outputs: tuple[Feature, ...]
+
+
+class RandomPolicy(nn.Module):
+    """Uniform random actions.
+
+    Args:
+        action: the action space; every bound must be finite.
+
+    Raises:
+        ValueError: an unbounded action.
+    """
+
+    in_keys: tuple[str, ...] = ()
+    out_keys = ("action",)
+
+    def __init__(self, action: ActionSpec) -> None:
+        super().__init__()
+        self._action = action
+        if action.kind == "discrete":
+            return
+        self._low = torch.tensor(action.low).view(action.shape)
+        self._width = torch.tensor(action.high).view(action.shape) - self._low
+        if not bool(torch.isfinite(self._width).all()):
+            raise ValueError("random actions need a bounded action space; give a policy")
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``action``."""
+        count = tensordict.batch_size
+        if self._action.kind == "discrete":
+            action = torch.randint(self._action.n, count)
+        else:
+            action = self._low + self._width * torch.rand(*count, *self._action.shape)
+        return tensordict.set("action", action)
+
+
+def _as_keys(keys: Iterable[str | tuple[str, ...]]) -> list[Key]:
+    unraveled = (unravel_key(key) for key in keys)
+    return [(key,) if isinstance(key, str) else tuple(key) for key in unraveled]
+
+
+def fake_observations(specs: EnvSpecs, count: int) -> TensorDict:
+    """``[count]`` observations of zeros."""
+    found = TensorDict({}, batch_size=[count])
+    for feature in specs.observation:
+        dtype = torch.from_numpy(np.zeros(0, feature.dtype)).dtype
+        found.set(feature.key, torch.zeros(count, *feature.shape, dtype=dtype))
+    return found
+
+
+@torch.no_grad()
+def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
+    """Run a copy of the policy once on zeros and see what it writes.
+
+    Raises:
+        ValueError: it is no TensorDict module, reads a key that the env does not give, writes no
+            ``action``, or an action that does not fit the env.
+    """
+    if not (hasattr(policy, "in_keys") and hasattr(policy, "out_keys")):
+        raise ValueError(
+            f"policy must be a TensorDict module with in_keys and out_keys, got {type(policy).__name__}; "
+            "wrap it in tensordict.nn.TensorDictModule"
+        )
+    in_keys, out_keys = _as_keys(policy.in_keys), _as_keys(policy.out_keys)
+    given = [feature.key for feature in specs.observation]
+    unknown = [key for key in in_keys if key not in given]
+    if unknown:
+        raise ValueError(
+            f"policy reads {_names(unknown)}; env {specs.name!r} observes {_names(given)}"
+        )
+    if ("action",) not in out_keys:
+        raise ValueError(f"policy writes {_names(out_keys)}, but no 'action'")
+    count = 2
+    # No keys read: the policy still needs to see how many actions are wanted.
+    fake = fake_observations(specs, count)
+    with torch.random.fork_rng(devices=[]):
+        answer = copy.deepcopy(policy).eval()(fake)
+    outputs = []
+    for key in out_keys:
+        if key[-1].startswith("_"):  # private, as in TorchRL's collectors
+            continue
+        value: Tensor = answer.get(key)
+        if value.shape[:1] != (count,):
+            raise ValueError(f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs")
+        outputs.append(Feature(key, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])))
+    _check_action(answer.get("action"), specs)
+    return PolicyIO(tuple(in_keys), tuple(outputs))
+
+
+def _names(keys: list[Key]) -> list[str]:
+    return [".".join(key) for key in keys]
+
+
+def _check_action(action: Tensor, specs: EnvSpecs) -> None:
+    shape, kind = tuple(action.shape[1:]), specs.action.kind
+    if kind == "discrete" and (shape != () or action.dtype.is_floating_point):
+        raise ValueError(
+            f"env {specs.name!r} takes one integer action; the policy writes {action.dtype} of shape "
+            f"{shape} an env. TorchRL: use categorical, not one-hot, actions"
+        )
+    if kind == "box" and shape != specs.action.shape:
+        raise ValueError(
+            f"env {specs.name!r} takes actions of shape {specs.action.shape}; the policy writes {shape}"
+        )

@@ -1,0 +1,1 @@
+"""The processes: env workers, the inference worker, and their supervisor."""

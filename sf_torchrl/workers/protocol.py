@@ -1,0 +1,153 @@
+"""What the processes say to each other: the meaning of each message, and how a child is set up.
+
+Free of torch: env workers use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sf_torchrl.envs.factory import EnvFactory
+from sf_torchrl.envs.spaces import EnvSpecs
+from sf_torchrl.memory.slab import SlabLayout
+
+# Messages to an env worker: (ACT, split, 0, 0), (RELEASE, slot, 0, 0), (STOP, 0, 0, 0).
+ACT = 0  # the actions of a split's current step lie in the slab
+RELEASE = 1  # the learner has copied a slot: it may be written again
+STOP = 2
+# Requests to the inference worker: (worker, split, slot, step); STOP is worker -1.
+# Announcements to the collector: (worker, split, slot, 0): the slot holds a finished rollout.
+STOP_INFERENCE = -1
+
+_HEADER = struct.Struct("<QI")  # bytes of the payload, number of descriptors
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvWorkerConfig:
+    """All an env worker needs besides its three descriptors (slab, commands, requests, full)."""
+
+    worker: int
+    create_env_fn: EnvFactory
+    specs: EnvSpecs
+    layout: SlabLayout
+    num_splits: int
+    num_slots_per_split: int
+    env_seeds: tuple[int, ...]
+    """One a env, over all splits in order."""
+    first_env: int
+    """Index of the first env among those of all workers."""
+    num_envs: int
+    """Envs of all workers: trajectory ids count in steps of it."""
+    die_with_parent_thread: bool
+    """The parent's starting thread lives as long as the parent: PR_SET_PDEATHSIG may be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceWorkerConfig:
+    """All the inference worker needs besides its descriptors."""
+
+    import_path: tuple[str, ...]
+    """The parent's ``sys.path`` now: this child may have been started ahead of need."""
+    policy: bytes
+    """The policy, pickled by cloudpickle: unpickled once the import path is set."""
+    layout: SlabLayout
+    weight_specs: tuple[Any, ...]
+    in_keys: tuple[Any, ...]
+    out_keys: tuple[Any, ...]
+    exploration: str
+    seed: int
+    num_workers: int
+    num_threads: int
+    die_with_parent_thread: bool
+
+
+def slot_of(worker: int, split: int, num_splits: int, num_slots_per_split: int) -> int:
+    """First slot of a split. A (worker, split) owns its slots for life."""
+    return (worker * num_splits + split) * num_slots_per_split
+
+
+def send_setup(control: socket.socket, payload: bytes, fds: list[int]) -> None:
+    """Parent's side: hand a child its pickled config and its descriptors."""
+    socket.send_fds(control, [_HEADER.pack(len(payload), len(fds))], fds)
+    control.sendall(payload)
+
+
+def receive_setup(control: socket.socket) -> tuple[Any, list[int]]:
+    """Child's side of :func:`send_setup`.
+
+    Raises:
+        EOFError: the parent is gone.
+    """
+    header, fds, _, _ = socket.recv_fds(control, _HEADER.size, 64)
+    if not header:
+        raise EOFError
+    nbytes, _ = _HEADER.unpack(header)
+    payload = bytearray()
+    while len(payload) < nbytes:
+        part = control.recv(nbytes - len(payload))
+        if not part:
+            raise EOFError
+        payload += part
+    return pickle.loads(payload), list(fds)  # from our own parent over an inherited socket
+
+
+def report(control: socket.socket, event: str, **fields: Any) -> None:
+    """Child's side: tell the parent something, one JSON line."""
+    with contextlib.suppress(OSError):
+        control.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def run_child(main: Callable[[Any, list[int]], None]) -> None:
+    """Body of every child: be a good child, get the config, run, report what went wrong."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # Ctrl-C and friends reach the main process alone, which then stops its children in order.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    try:
+        config, fds = receive_setup(control)
+    except EOFError:
+        return
+    _die_with_parent(control, config.die_with_parent_thread)
+    with _reported(control):
+        report(control, "started")
+        main(config, fds)
+
+
+@contextlib.contextmanager
+def _reported(control: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # an env may raise SystemExit: a failure like any other
+        if not isinstance(error, (BrokenPipeError, EOFError)):  # those follow from another's death
+            report(control, "error", error=repr(error), traceback=traceback.format_exc())
+        os._exit(1)
+
+
+def _die_with_parent(control: socket.socket, use_pdeathsig: bool) -> None:
+    """End with the parent, even while stuck in an env's C code that holds the GIL."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while control.recv(1):
+                pass
+        with contextlib.suppress(OSError):
+            os.killpg(0, signal.SIGKILL)  # our own group: what the env has started ends too
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    if use_pdeathsig and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
