@@ -66,7 +66,8 @@ class SharedMemoryCollector(BaseCollector):
         max_batches_in_flight: batches being collected or unread before workers pause.
         async_mode: collect while the learner learns; False waits until the next batch is asked
             for, so that every step's ``policy_version`` is the newest published.
-        seed: seed of envs and action sampling; None draws one. Every env gets its own.
+        seed: seed of envs and action sampling; None takes torch's, as ``torch.manual_seed`` or
+            ``seed_everything`` set it. Every env gets its own.
         exploration_type: whether the policy samples (``RANDOM``, default) or takes the mode.
         env_start_timeout_s: seconds within which the first rollouts must have come.
         inference_threads: threads of the inference worker.
@@ -121,7 +122,7 @@ class SharedMemoryCollector(BaseCollector):
         self._io: PolicyIO = read_policy_io(self.policy, self.env_specs)
         self.weight_store = WeightStore(self.policy)
         self.exploration_type = exploration_type
-        self._seed = int(torch.seed() >> 33) if seed is None else int(seed)
+        self._seed = torch.initial_seed() if seed is None else int(seed)
         self._generation = 0
         self._frames = 0
         self._iter = -1

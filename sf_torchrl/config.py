@@ -112,3 +112,129 @@ class CollectorConfig:
     def num_slots(self) -> int:
         """Slots of all splits."""
         return self.total_splits * self.num_slots_per_split
+
+
+NONLINEARITIES = ("elu", "relu", "tanh")
+INITIALIZATIONS = ("orthogonal", "xavier_uniform", "torch_default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """Layers of the actor-critic. Defaults are Sample Factory's."""
+
+    encoder_mlp_layers: tuple[int, ...] = (512, 512)
+    """Units of each layer of the encoder; one encoder per observation key."""
+    decoder_mlp_layers: tuple[int, ...] = ()
+    """Units of each layer between encoder and heads."""
+    nonlinearity: str = "elu"
+    """Activation after each layer: elu, relu or tanh."""
+    actor_critic_share_weights: bool = True
+    """One encoder and decoder for both heads; False gives the critic its own."""
+    policy_initialization: str = "orthogonal"
+    """How weights are drawn: orthogonal, xavier_uniform or torch_default."""
+    policy_init_gain: float = 1.0
+    """Factor on orthogonal and Xavier initialization."""
+    initial_stddev: float = 1.0
+    """Continuous actions: standard deviation at the start, in action units."""
+    adaptive_stddev: bool = True
+    """Continuous actions: the deviation depends on the observation; False learns one for all."""
+    normalize_input: bool = True
+    """Normalize observations by their running mean and deviation, kept with the weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("encoder_mlp_layers", "decoder_mlp_layers"):
+            layers = getattr(self, name)
+            _check(all(units >= 1 for units in layers), f"{name}={list(layers)} must be positive")
+        _check_choice("nonlinearity", self.nonlinearity, NONLINEARITIES)
+        _check_choice("policy_initialization", self.policy_initialization, INITIALIZATIONS)
+        _check(self.initial_stddev > 0, f"initial_stddev={self.initial_stddev} must be positive")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _check(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The APPO loss. Names and defaults are Sample Factory's, except where a field says so."""
+
+    gamma: float = 0.99
+    """Discount per env step."""
+    with_vtrace: bool = True
+    """Correct for lag with V-trace; False uses GAE on the values of the acting policy. Sample
+    Factory's default is False; its paper used V-trace."""
+    vtrace_rho: float = 1.0
+    """Cap on the importance ratio in V-trace's temporal differences (rho-bar)."""
+    vtrace_c: float = 1.0
+    """Cap on the importance ratio in V-trace's trace (c-bar)."""
+    vtrace_bootstrap: str = "next_value"
+    """next_value: the published V-trace. sample_factory: its defective start of the recursion,
+    which gives the last step of a rollout no advantage; for comparison only."""
+    gae_lambda: float = 0.95
+    """Decay of GAE; unused with V-trace."""
+    ppo_clip_ratio: float = 0.1
+    """e: the importance ratio is clipped to [1 / (1 + e), 1 + e]."""
+    ppo_clip_value: float = 1.0
+    """How far the value may move from the acting policy's, in (scaled) reward units."""
+    value_loss_coeff: float = 0.5
+    """Weight of the value loss."""
+    exploration_loss_coeff: float = 0.003
+    """Weight of the entropy bonus."""
+    normalize_advantage: bool = True
+    """Advantages with mean 0 and deviation 1 over the unmasked steps of a minibatch."""
+    reward_scale: float = 1.0
+    """Factor on rewards before the loss; reported returns stay the env's own."""
+    reward_clip: float = 1000.0
+    """Scaled rewards are clipped to plus and minus this."""
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "gae_lambda"):
+            value = getattr(self, name)
+            _check(0 <= value <= 1, f"{name}={value} must be in [0, 1]")
+        for name in ("vtrace_rho", "vtrace_c", "ppo_clip_ratio", "ppo_clip_value", "reward_clip"):
+            value = getattr(self, name)
+            _check(value > 0, f"{name}={value} must be positive")
+        for name in ("value_loss_coeff", "exploration_loss_coeff"):
+            value = getattr(self, name)
+            _check(value >= 0, f"{name}={value} must not be negative")
+        _check_choice("vtrace_bootstrap", self.vtrace_bootstrap, ("next_value", "sample_factory"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How the learner steps. Names and defaults are Sample Factory's where the meaning is equal."""
+
+    learning_rate: float = 1e-4
+    """Adam's step size."""
+    adam_eps: float = 1e-6
+    """Adam's denominator offset."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of Adam's second moment."""
+    max_grad_norm: float = 4.0
+    """Gradient norm above which gradients are scaled down; 0 never does."""
+    ppo_epochs: int = 1
+    """Passes over each batch. Sample Factory's num_epochs."""
+    num_minibatches: int = 1
+    """Optimizer steps in one pass; divides the rollouts of a batch. Sample Factory's
+    num_batches_per_epoch."""
+    shuffle_minibatches: bool = False
+    """Draw the rollouts of each minibatch anew in every pass."""
+    max_policy_lag: int = 1000
+    """Oldest experience trained on, in policy versions (optimizer steps), inclusive."""
+    learner_threads: int = 0
+    """CPU threads of the learner; 0 leaves torch's setting."""
+
+    def __post_init__(self) -> None:
+        _check(self.learning_rate >= 0, f"learning_rate={self.learning_rate} must not be negative")
+        _check(self.adam_eps > 0, f"adam_eps={self.adam_eps} must be positive")
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            _check(0 <= value < 1, f"{name}={value} must be in [0, 1)")
+        for name in ("ppo_epochs", "num_minibatches"):
+            value = getattr(self, name)
+            _check(value >= 1, f"{name}={value} must be at least 1")
+        for name in ("max_grad_norm", "max_policy_lag", "learner_threads"):
+            value = getattr(self, name)
+            _check(value >= 0, f"{name}={value} must not be negative")

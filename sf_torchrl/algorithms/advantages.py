@@ -23,7 +23,7 @@ class GAEReturns(NamedTuple):
 
 
 @torch.no_grad()
-def gae(
+def gae(  # noqa: PLR0913
     value: Tensor,
     next_value: Tensor,
     reward: Tensor,

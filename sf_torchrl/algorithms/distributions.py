@@ -35,6 +35,7 @@ class Categorical:
     action_dtype: ClassVar[torch.dtype] = torch.int64
 
     def __post_init__(self) -> None:
+        """Refuse an empty space."""
         if self.n < 1:
             raise ValueError(f"Categorical needs at least one action, got n={self.n}")
 
@@ -53,8 +54,8 @@ class Categorical:
         """``[...]`` int64, drawn with torch's global generator of the device.
 
         The argmax of logits plus Gumbel noise, which is a race of exponential clocks on a
-        log scale. Uniform numbers of 24 bits bound the noise, so that actions of a
-        probability under 1e-6 come a little too rarely, and under 1e-7 hardly ever.
+        log scale. Uniform numbers of 24 bits bound the noise: an action of probability 1e-6
+        comes 3% too rarely, one of 1e-8 hardly ever.
         """
         logits = self._logits(params)
         # From the smallest normal number up: log(0) could leave no action to choose.
@@ -109,6 +110,7 @@ class DiagonalGaussian:
     action_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __post_init__(self) -> None:
+        """Refuse an empty space."""
         if self.num_dims < 1:
             raise ValueError(f"DiagonalGaussian needs num_dims >= 1, got {self.num_dims}")
 

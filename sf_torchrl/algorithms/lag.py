@@ -51,14 +51,17 @@ def lag_stats(
         :class:`LagStats`; zeros if there is no step to count.
 
     Raises:
-        ValueError: if ``policy_version`` is not int64, or ``mask`` has another shape.
+        ValueError: if ``policy_version`` is not int64, or ``mask`` is not bool of its shape.
     """
     lag = _lag(policy_version, learner_version)
     fresh = is_fresh(policy_version, learner_version, max_policy_lag)
     if mask is None:
         mask = torch.ones_like(fresh)
-    if mask.shape != lag.shape:
-        raise ValueError(f"mask must be {list(lag.shape)}, got {list(mask.shape)}")
+    if mask.dtype != torch.bool or mask.shape != lag.shape:
+        raise ValueError(
+            f"mask must be bool of shape {list(lag.shape)}, "
+            f"got {mask.dtype} of shape {list(mask.shape)}"
+        )
     if not lag.numel():
         return LagStats(lag.new_zeros(()).double(), lag.new_zeros(()), lag.new_zeros(()).double())
     count = mask.sum()

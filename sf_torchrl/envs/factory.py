@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import OrderEnforcing
 
 from sf_torchrl.envs.spaces import EnvSpecs, pick, read_specs
 
 EnvFactory = str | Callable[[], gymnasium.Env[Any, Any]]
-"""A gymnasium env id, or a callable that makes one env a call."""
+"""A gymnasium env id, the name ``module:function`` of a function that makes one env, or a callable
+that makes one env a call."""
 
 _OLD_API = (
     "uses the Gym API from before 0.26; gymnasium's reset returns (observation, info) and its step "
@@ -39,10 +42,14 @@ def make_env(create_env_fn: EnvFactory) -> gymnasium.Env[Any, Any]:
         Exception: whatever the env's own constructor raises.
     """
     if isinstance(create_env_fn, str):
+        function = _function_named(create_env_fn)
+        if function is not None:
+            return make_env(function)
         try:
             # The checker looks at the first steps only, which try_out does too.
-            return gymnasium.make(create_env_fn, disable_env_checker=True)
-        except (gymnasium.error.UnregisteredEnv, ModuleNotFoundError) as error:
+            env = gymnasium.make(create_env_fn, disable_env_checker=True)
+            return _without_order_enforcing(env)
+        except (gymnasium.error.UnregisteredEnv, gymnasium.error.MalformedEnvironmentName) as error:
             raise EnvError(f"unknown env id {create_env_fn!r}: {error}") from error
     env = create_env_fn()
     if isinstance(env, VectorEnv):
@@ -52,6 +59,35 @@ def make_env(create_env_fn: EnvFactory) -> gymnasium.Env[Any, Any]:
         )
     if not all(hasattr(env, name) for name in ("reset", "step", "observation_space")):
         raise EnvError(f"{env_name(create_env_fn)} made {env!r}, which is no gymnasium env")
+    return env
+
+
+def _function_named(name: str) -> Callable[[], gymnasium.Env[Any, Any]] | None:
+    """The function that ``module:function`` names; None where it is an env id."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        return None
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        raise EnvError(f"env {name!r}: there is no module {module_name!r}") from error
+    return getattr(module, attribute, None)
+
+
+def _without_order_enforcing(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Drop the wrapper that checks for a reset before the first step: workers always reset first.
+
+    It costs 0.2 us a step, 4 % of CartPole.
+    """
+    if isinstance(env, OrderEnforcing):
+        return env.env
+    outer = env
+    while isinstance(outer, gymnasium.Wrapper):
+        if isinstance(outer.env, OrderEnforcing):
+            outer.env = outer.env.env
+        outer = outer.env
     return env
 
 

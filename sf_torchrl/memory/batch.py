@@ -49,11 +49,11 @@ class BatchAssembler:
         views = slab.tensordict()
         steps = self._steps
         self._sources = [
-            _Source(key, views[(OBSERVATION, *key)][:, :, :steps])
+            _Source(key, views[OBSERVATION].get(key)[:, :, :steps])
             for key in (f.key for f in slab.layout.observation)
         ]
         self._sources += [
-            _Source(f.key, views[(POLICY, *f.key)]) for f in slab.layout.policy
+            _Source(f.key, views[POLICY].get(f.key)) for f in slab.layout.policy
         ]
         self._sources += [
             _Source(("policy_version",), views[(POLICY, "policy_version")]),
@@ -63,10 +63,10 @@ class BatchAssembler:
             _Source(("next", "truncated"), views[(ENV, "truncated")].unsqueeze(-1)),
         ]
         self._next = [
-            _Source(("next", *f.key), views[(OBSERVATION, *f.key)][:, :, 1:])
+            _Source(("next", *f.key), views[OBSERVATION].get(f.key)[:, :, 1:])
             for f in slab.layout.observation
         ]
-        self._final = [views[(FINAL, *f.key)] for f in slab.layout.observation]
+        self._final = [views[FINAL].get(f.key) for f in slab.layout.observation]
         self._terminated = slab.numpy(ENV, "terminated")
         self._truncated = slab.numpy(ENV, "truncated")
         self._episode_return = slab.numpy(ENV, "episode_return")

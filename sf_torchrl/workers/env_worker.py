@@ -75,8 +75,10 @@ class EnvSplit:
         k = len(seeds)
         self._traj_ids = np.arange(first_env, first_env + k, dtype=np.int64)
         self._num_envs = num_envs
-        self._returns = [0.0] * k
-        self._lengths = [0] * k
+        self._step_functions = [env.step for env in self._envs]
+        self._rewards = [0.0] * k
+        self._returns = np.zeros(k)
+        self._lengths = np.zeros(k, np.int64)
         self._single_key = specs.observation[0].key == ("observation",)
         self.slot = self._free.popleft()
         self.step_index = 0
@@ -101,47 +103,50 @@ class EnvSplit:
     def step(self) -> bool:
         """Step every env once with the actions in the slab; True when the rollout is full.
 
-        Hot path. Beyond the env: 0.1 us to write an observation of four floats, 0.05 us for the
-        loop and the sums, and 5 us a split for the rows that are written together.
+        Hot path. Beyond the env: 0.1 us to write an observation of four floats, 0.15 us for the
+        loop, and 8 us a split for what is written for all envs together.
         """
         views, slot, t = self._views, self.slot, self.step_index
         actions = self._specs.action.to_env(views.action[slot, :, t])
-        rewards = [0.0] * len(self._envs)
-        views.traj_ids[slot, :, t] = self._traj_ids
+        rewards = self._rewards
+        ended: list[int] = []
         next_rows = views.observation[0][slot, :, t + 1] if self._single_key else None
-        returns = self._returns
-        for i, env in enumerate(self._envs):
-            observation, reward, terminated, truncated, _ = env.step(actions[i])
-            rewards[i] = reward
-            returns[i] += reward
+        views.traj_ids[slot, :, t] = self._traj_ids
+        for i, (step, action) in enumerate(zip(self._step_functions, actions, strict=True)):
+            observation, rewards[i], terminated, truncated, _ = step(action)
             if terminated or truncated:
-                observation = self._end_episode(i, observation, bool(terminated), bool(truncated))
+                observation = self._end_episode(i, observation, terminated, truncated)
+                ended.append(i)
             if next_rows is not None:
                 next_rows[i] = observation
             else:
                 self._write(views.observation, i, t + 1, observation)
         views.reward[slot, :, t] = rewards
+        self._returns += rewards
+        for i in ended:
+            self._sum_up(i)
         self.step_index = t + 1
         return self.step_index == self._rollout_length
 
     def _end_episode(self, i: int, observation: Any, terminated: bool, truncated: bool) -> Any:
-        """Keep the true final observation and the episode's sums; return the next episode's first.
-
-        Terminal wins where an env says both: nothing follows a terminal state.
-        """
+        """Keep the true final observation; return the next episode's first."""
         views, slot, t = self._views, self.slot, self.step_index
         views.terminated[slot, i, t] = terminated
         views.truncated[slot, i, t] = truncated
         self._write(views.final, i, t, observation)
+        observation, _ = self._envs[i].reset()
+        return observation
+
+    def _sum_up(self, i: int) -> None:
+        """Write the sums of the episode that env ``i`` has just ended, and begin the next one's."""
+        views, slot, t = self._views, self.slot, self.step_index
+        views.episode_return[slot, i, t] = self._returns[i]
         # A rollout may hold the rest of an episode begun in an earlier one: lengths count from
         # the episode's first step.
-        views.episode_return[slot, i, t] = self._returns[i]
         views.episode_length[slot, i, t] = self._lengths[i] + t + 1
         self._returns[i] = 0.0
         self._lengths[i] = -(t + 1)
         self._traj_ids[i] += self._num_envs
-        observation, _ = self._envs[i].reset()
-        return observation
 
     def begin_next(self) -> bool:
         """Go on in the next free slot, from the observations that the full one ends with.
@@ -154,7 +159,7 @@ class EnvSplit:
         full, self.slot = self.slot, self._free.popleft()
         for leaf in self._views.observation:
             leaf[self.slot, :, 0] = leaf[full, :, self._rollout_length]
-        self._lengths = [length + self._rollout_length for length in self._lengths]
+        self._lengths += self._rollout_length
         self._begin_rollout()
         return True
 

@@ -7,21 +7,24 @@ with the version that chose its action, and wakes each split that was served.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
-from torch import nn
+from torch import Tensor, nn
 
 from sf_torchrl.memory.pipes import Message, PipeClosedError, PipeReader, PipeWriter
 from sf_torchrl.memory.slab import OBSERVATION, POLICY, WAITED, Key, Slab
 from sf_torchrl.memory.weights import WeightStore
+from sf_torchrl.models.actor_critic import ActorCritic
 from sf_torchrl.workers import protocol
 from sf_torchrl.workers.protocol import InferenceWorkerConfig
 
@@ -47,34 +50,49 @@ class PolicyServer:
     ) -> None:
         self._policy = policy.eval()
         self._store = store
-        self._inputs = [(key, slab.numpy(OBSERVATION, *key)) for key in in_keys]
-        self._outputs = [(key, slab.numpy(POLICY, *key)) for key in out_keys]
+        self._in_keys, self._out_keys = in_keys, out_keys
+        self._inputs = [slab.numpy(OBSERVATION, *key) for key in in_keys]
+        self._outputs = [slab.numpy(POLICY, *key) for key in out_keys]
+        # Our own policy has a way around the TensorDict, which costs 20 us a call.
+        has_act = isinstance(policy, ActorCritic) and type(policy).forward is ActorCritic.forward
+        self._run: Callable[[list[Tensor]], Sequence[Tensor]] = (
+            policy.act if has_act else self._run_tensordict
+        )
         self._version_leaf = slab.numpy(POLICY, "policy_version")
         self._k = slab.layout.envs_per_slot
+        self._num_rows = 0  # of the requests being served
         self.version = store.pull(policy)
 
     @torch.no_grad()
     def serve(self, requests: Sequence[Message]) -> None:
         """Write action, everything else the policy says, and its version for every request.
 
-        Hot path. Beyond the forward pass: 5 us to gather, 3 us for the TensorDict, and 4 us a
-        request to write four outputs and the version.
+        Hot path. Beyond the forward pass: 3 us to gather, and 4 us a request to write four outputs
+        and the version.
         """
         if self._store.version != self.version:
             self.version = self._store.pull(self._policy)
         where = [(slot, t) for _, _, slot, t in requests]
-        gathered = {
-            key: torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
-            for key, leaf in self._inputs
-        }
+        gathered = [
+            torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
+            for leaf in self._inputs
+        ]
         k = self._k
-        answer = self._policy(TensorDict(gathered, batch_size=[k * len(where)]))  # type: ignore[arg-type]
-        for key, leaf in self._outputs:
-            rows = answer.get(key).numpy()
+        self._num_rows = k * len(where)
+        answers = self._run(gathered)
+        for answer, leaf in zip(answers, self._outputs, strict=True):
+            rows = answer.numpy()
             for j, (slot, t) in enumerate(where):
                 leaf[slot, :, t] = rows[j * k : (j + 1) * k]
         for slot, t in where:
             self._version_leaf[slot, :, t] = self.version
+
+    def _run_tensordict(self, observations: list[Tensor]) -> Sequence[Tensor]:
+        found = TensorDict({}, batch_size=[self._num_rows])
+        for key, observation in zip(self._in_keys, observations, strict=True):
+            found.set(key, observation)
+        answer = self._policy(found)
+        return [answer.get(key) for key in self._out_keys]
 
 
 def serve_forever(
@@ -106,8 +124,18 @@ def exploration(name: str) -> set_interaction_type:
     return set_interaction_type(InteractionType[name])
 
 
+def _let_requests_gather() -> None:
+    """Do not preempt a running env worker at each request: where processes outnumber cores, more
+    requests then wait for one forward pass (5 % more env steps/s on two cores). Linux only.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _main(config: InferenceWorkerConfig, fds: list[int]) -> None:
     slab_fd, weights_fd, requests, *workers = fds
+    _let_requests_gather()
     sys.path[:] = config.import_path
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)

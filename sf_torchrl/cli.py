@@ -1,0 +1,296 @@
+"""The command line: ``sf-torchrl fit`` through ``LightningCLI``, and ``sf-torchrl evaluate``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from sf_torchrl.callbacks.checkpoints import LAST, EnvStepCheckpoint
+from sf_torchrl.callbacks.progress import EnvStepsProgressBar
+from sf_torchrl.callbacks.reports import StatsReporter
+from sf_torchrl.config import NetworkConfig
+from sf_torchrl.data import EnvDataModule
+from sf_torchrl.envs.factory import EnvError, try_out
+from sf_torchrl.evaluation import evaluate_policy
+from sf_torchrl.models.actor_critic import ActorCritic
+from sf_torchrl.module import APPOModule
+from sf_torchrl.workers.supervisor import WorkerError
+
+USAGE_ERROR = 2
+WORKER_FAILURE = 3
+
+CONFIG_FILE = "config.yaml"
+
+
+class UsageError(Exception):
+    """The user asked for something that cannot be: one line says what and what to do."""
+
+
+class _OneLineParser(LightningArgumentParser):
+    """A parser whose errors are one line with the closest valid name, not a page of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UsageError(_one_line(message, self)) from ex
+
+
+def _one_line(message: str, parser: jsonargparse.ArgumentParser) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = re.sub(r"^Parser key ", "", " ".join(lines))
+    unknown = re.search(r"(?:option|Key|key) '([\w.]+)'|arguments?: --([\w.]+)", message)
+    if unknown:
+        name = unknown.group(1) or unknown.group(2)
+        known = _option_names(parser)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        if close and close[0] != name:
+            text += f"; did you mean '{close[0]}'?"
+    return text
+
+
+def _option_names(parser: jsonargparse.ArgumentParser) -> list[str]:
+    names = []
+    for action in parser._actions:
+        names += [option.lstrip("-") for option in action.option_strings]
+        for sub in (getattr(action, "_name_parser_map", None) or {}).values():
+            names += _option_names(sub)
+    return names
+
+
+class _SaveConfig(SaveConfigCallback):
+    """``config.yaml`` in ``default_root_dir``, whatever the logger."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_to_log_dir = False
+
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write it."""
+        directory = Path(trainer.default_root_dir)
+        if trainer.is_global_zero:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.parser.save(
+                self.config, directory / CONFIG_FILE, skip_none=False, overwrite=True
+            )
+
+
+class SFCLI(LightningCLI):
+    """``fit`` with our callbacks in place."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Callbacks whose settings belong in the file, and the link from env to network."""
+        parser.add_lightning_class_args(EnvStepCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(StatsReporter, "reports")
+        parser.add_lightning_class_args(EnvStepsProgressBar, "progress")
+        parser.link_arguments("data.env_specs", "model.env_specs", apply_on="instantiate")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only what makes sense here."""
+        return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}}
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """With TensorBoard and CSV loggers where the config names none."""
+        config = self.config_init[self.config_init["subcommand"]]["trainer"]
+        if config["logger"] in (None, True):
+            root = config["default_root_dir"]
+            kwargs["logger"] = [
+                TensorBoardLogger(root, name="tensorboard"),
+                CSVLogger(root, name="csv"),
+            ]
+        return super().instantiate_trainer(**kwargs)
+
+    def before_instantiate_classes(self) -> None:
+        """Resolve ``ckpt_path: last`` at once: a missing file is an error, never a fresh start."""
+        config = self.config[self.config["subcommand"]]
+        path = config.get("ckpt_path")
+        if path is None:
+            return
+        if path == "last":
+            directory = config["checkpoint"]["dirpath"] or Path(
+                config["trainer"]["default_root_dir"] or "."
+            ) / "checkpoints"
+            path = Path(directory) / LAST
+        if not Path(path).is_file():
+            raise UsageError(f"ckpt_path: there is no checkpoint {str(path)!r}")
+        config["ckpt_path"] = str(path)
+
+
+def _fit(arguments: Sequence[str]) -> None:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    SFCLI(
+        APPOModule,
+        EnvDataModule,
+        save_config_callback=_SaveConfig,
+        save_config_kwargs={"overwrite": True},
+        parser_class=_OneLineParser,
+        parser_kwargs={"description": "Train agents: Sample Factory's engine under Lightning."},
+        trainer_defaults={
+            "max_epochs": -1,
+            "num_sanity_val_steps": 0,
+            "enable_model_summary": False,
+            "default_root_dir": "runs/default",
+            "accelerator": "cpu",
+        },
+        seed_everything_default=True,
+        args=list(arguments),
+    )
+
+
+# -- evaluate ------------------------------------------------------------------------------------
+
+
+def evaluate(
+    checkpoint: str,
+    episodes: int = 100,
+    deterministic: bool = True,
+    env: str | None = None,
+    seed: int = 0,
+    json: bool = False,
+) -> None:
+    """Run episodes of a trained policy and print what they came to.
+
+    Args:
+        checkpoint: a checkpoint that ``fit`` wrote.
+        episodes: how many episodes to run.
+        deterministic: take the most probable action; false samples, as in training.
+        env: env id or ``module:function``; by default that of ``config.yaml`` beside the
+            checkpoint's folder.
+        seed: seed of envs and sampling.
+        json: print one JSON object as the last line.
+    """
+    policy = load_policy(checkpoint, env_name := env or _trained_env(Path(checkpoint)))
+    result = evaluate_policy(
+        policy, env_name, episodes, deterministic=deterministic, seed=seed
+    ).summary()
+    if json:
+        print(_json_line(result))
+        return
+    how = "deterministic" if deterministic else "sampled"
+    print(f"{env_name}, {episodes} episodes, {how}")
+    for name in ("return", "length"):
+        print(
+            f"{name:>8}: mean {result[f'mean_{name}']:.2f}  std {result[f'std_{name}']:.2f}  "
+            f"min {result[f'min_{name}']:.2f}  max {result[f'max_{name}']:.2f}"
+        )
+
+
+def _json_line(values: dict[str, float]) -> str:
+    return json.dumps(values)
+
+
+def _trained_env(checkpoint: Path) -> str:
+    for directory in (checkpoint.parent, checkpoint.parent.parent):
+        file = directory / CONFIG_FILE
+        if file.is_file():
+            return str(yaml.safe_load(file.read_text())["data"]["env"])
+    raise UsageError(
+        f"there is no {CONFIG_FILE} beside {str(checkpoint)!r} to name the env; give --env"
+    )
+
+
+def load_policy(checkpoint: str, env: str) -> ActorCritic:
+    """The policy in a checkpoint, for an env.
+
+    Raises:
+        UsageError: the file is no checkpoint of ours, or the env does not fit it.
+    """
+    if not Path(checkpoint).is_file():
+        raise UsageError(f"there is no checkpoint {checkpoint!r}")
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        network = NetworkConfig(**saved["sf_torchrl"]["network"])
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{checkpoint!r} is no checkpoint of sf-torchrl fit: {reason}") from error
+    policy = ActorCritic(try_out(env), network)
+    prefix = "policy."
+    weights = {
+        name.removeprefix(prefix): value
+        for name, value in saved["state_dict"].items()
+        if name.startswith(prefix)
+    }
+    try:
+        policy.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()[1:]]
+        raise UsageError(f"{checkpoint!r} does not fit env {env!r}: {' '.join(lines)}") from error
+    return policy
+
+
+def _evaluate(arguments: Sequence[str]) -> None:
+    parser = _OneLineParser(
+        prog="sf-torchrl evaluate", description="Run episodes of a trained policy."
+    )
+    parser.add_function_arguments(evaluate)
+    parsed = parser.parse_args(list(arguments))
+    evaluate(**parsed.as_dict())
+
+
+# -- main ----------------------------------------------------------------------------------------
+
+_COMMANDS = {"fit": _fit, "evaluate": _evaluate}
+_HELP = """usage: sf-torchrl {fit,evaluate} [options]
+
+Train agents on one machine: Sample Factory's engine under PyTorch Lightning and TorchRL.
+
+  fit       train from YAML and command line: sf-torchrl fit --config configs/cartpole.yaml
+  evaluate  run a trained policy: sf-torchrl evaluate --checkpoint runs/cartpole/checkpoints/best.ckpt
+
+sf-torchrl fit --help and sf-torchrl evaluate --help list every setting."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command.
+
+    Returns:
+        Exit code: 0 done, 2 the command, config or env is wrong, 3 a worker process failed.
+    """
+    _quiet()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_HELP)
+        return 0 if arguments else USAGE_ERROR
+    try:
+        command = arguments[0]
+        if command not in _COMMANDS:
+            close = difflib.get_close_matches(command, _COMMANDS, n=1, cutoff=0.3)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise UsageError(f"no command {command!r}: fit or evaluate{hint}")
+        _COMMANDS[command](arguments)
+    except EnvError as error:
+        if error.__cause__ is not None:  # the env's own traceback first
+            traceback.print_exception(error.__cause__)
+        return _fail(str(error), USAGE_ERROR)
+    except (UsageError, ValueError) as error:
+        return _fail(str(error), USAGE_ERROR)
+    except WorkerError as error:
+        return _fail(str(error), WORKER_FAILURE)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"sf-torchrl: error: {message}", file=sys.stderr)
+    return code
+
+
+def _quiet() -> None:
+    """No advice from the libraries below that a user of this one cannot follow."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning.*")
