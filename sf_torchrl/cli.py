@@ -86,9 +86,7 @@ class _SaveConfig(SaveConfigCallback):
         directory = Path(trainer.default_root_dir)
         if trainer.is_global_zero:
             directory.mkdir(parents=True, exist_ok=True)
-            self.parser.save(
-                self.config, directory / CONFIG_FILE, skip_none=False, overwrite=True
-            )
+            self.parser.save(self.config, directory / CONFIG_FILE, skip_none=False, overwrite=True)
 
 
 class SFCLI(LightningCLI):
@@ -124,9 +122,10 @@ class SFCLI(LightningCLI):
         if path is None:
             return
         if path == "last":
-            directory = config["checkpoint"]["dirpath"] or Path(
-                config["trainer"]["default_root_dir"] or "."
-            ) / "checkpoints"
+            directory = (
+                config["checkpoint"]["dirpath"]
+                or Path(config["trainer"]["default_root_dir"] or ".") / "checkpoints"
+            )
             path = Path(directory) / LAST
         if not Path(path).is_file():
             raise UsageError(f"ckpt_path: there is no checkpoint {str(path)!r}")
@@ -252,7 +251,7 @@ _HELP = """usage: sf-torchrl {fit,evaluate} [options]
 Train agents on one machine: Sample Factory's engine under PyTorch Lightning and TorchRL.
 
   fit       train from YAML and command line: sf-torchrl fit --config configs/cartpole.yaml
-  evaluate  run a trained policy: sf-torchrl evaluate --checkpoint runs/cartpole/checkpoints/best.ckpt
+  evaluate  run a trained policy: sf-torchrl evaluate --checkpoint RUN/checkpoints/best.ckpt
 
 sf-torchrl fit --help and sf-torchrl evaluate --help list every setting."""
 

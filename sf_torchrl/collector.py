@@ -81,7 +81,7 @@ class SharedMemoryCollector(BaseCollector):
         WorkerError: while iterating: a worker process failed; has its traceback.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (TorchRL's convention)
         self,
         create_env_fn: EnvFactory,
         policy: nn.Module | None = None,
@@ -321,7 +321,7 @@ class SharedMemoryCollector(BaseCollector):
             ``env_workers_waited_s``, ``inference_waited_s`` (seconds spent waiting so far, the
             former a mean over env workers).
         """
-        found = super().stats()
+        found: dict[str, int | float | bool] = super().stats()
         found["episodes"] = self._num_episodes
         if self._episodes:
             count = len(self._episodes)

@@ -125,7 +125,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's counters, in plain values."""
-        state = getattr(self._collector, "state_dict", dict)()
+        state: dict[str, Any] = getattr(self._collector, "state_dict", dict)()
         plain = (bool, int, float, str)
         return {key: value for key, value in state.items() if isinstance(value, plain)}
 

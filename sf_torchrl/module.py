@@ -231,7 +231,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
-class _scaled_learning_rate:  # noqa: N801 (a context manager, read as a function)
+class _scaled_learning_rate:
     """The learning rate of every group times ``factor``, for one optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: float) -> None:

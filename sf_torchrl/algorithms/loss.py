@@ -17,7 +17,7 @@ from sf_torchrl.config import LossConfig
 
 
 class ActorCriticLike(Protocol):
-    """What the loss needs of a policy: :class:`~sf_torchrl.models.actor_critic.ActorCritic` has it."""
+    """What the loss needs of a policy; ``ActorCritic`` has it."""
 
     in_keys: list[NestedKey]
     distribution: ActionDistribution
@@ -88,7 +88,9 @@ class APPOLoss(LossModule):
 
     def __init__(self, actor_critic: nn.Module, config: LossConfig | None = None) -> None:
         super().__init__()
-        missing = [n for n in ("in_keys", "distribution", "evaluate") if not hasattr(actor_critic, n)]
+        missing = [
+            n for n in ("in_keys", "distribution", "evaluate") if not hasattr(actor_critic, n)
+        ]
         if missing:
             raise ValueError(
                 f"APPOLoss needs a policy with {', '.join(missing)}, as ActorCritic has; "
@@ -240,7 +242,7 @@ class APPOLoss(LossModule):
         )
         return estimated.advantage, estimated.value_target
 
-    def _losses(  # noqa: PLR0913 (one tensor each)
+    def _losses(
         self,
         seen: _Pass,
         log_ratio: Tensor,

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from sf_torchrl.callbacks.meter import collector_stats
 from sf_torchrl.collector import RETURN_WINDOW
 from sf_torchrl.module import APPOModule
 
@@ -78,7 +79,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         now = time.monotonic()
         self._next_s, self._next_best_s = now + self.save_every_s, now + self.save_best_every_s
 
-    def on_train_batch_end(  # type: ignore[override]
+    def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Save what is due."""
@@ -110,8 +111,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     def _save_if_best(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, APPOModule)
-        collector = getattr(getattr(trainer, "datamodule", None), "collector", None)
-        stats = collector.stats() if hasattr(collector, "stats") else {}
+        stats = collector_stats(trainer)
         mean_return = stats.get("mean_return")
         if (
             mean_return is None

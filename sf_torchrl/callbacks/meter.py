@@ -29,7 +29,7 @@ class RunMeter:
 
     def start(self, trainer: pl.Trainer, module: APPOModule) -> None:
         """Take the first reading."""
-        self._last = self._read(module, self._collector_stats(trainer))
+        self._last = self._read(module, collector_stats(trainer))
 
     def measure(self, trainer: pl.Trainer, module: APPOModule) -> dict[str, float]:
         """Metrics by their names in the logs, over the time since the last call.
@@ -41,7 +41,7 @@ class RunMeter:
         ``lag/mean``, ``lag/max`` and ``lag/dropped_fraction`` (of steps) of the last 100 batches,
         in policy versions.
         """
-        stats = self._collector_stats(trainer)
+        stats = collector_stats(trainer)
         now, before = self._read(module, stats), self._last
         self._last = now
         found: dict[str, float] = {}
@@ -67,10 +67,6 @@ class RunMeter:
             found["lag/dropped_fraction"] = sum(entry.dropped_fraction for entry in lag) / len(lag)
         return found
 
-    def _collector_stats(self, trainer: pl.Trainer) -> dict[str, float]:
-        collector = getattr(getattr(trainer, "datamodule", None), "collector", None)
-        return collector.stats() if hasattr(collector, "stats") else {}
-
     def _read(self, module: APPOModule, stats: dict[str, float]) -> _Reading:
         return _Reading(
             at_s=time.monotonic(),
@@ -84,6 +80,13 @@ class RunMeter:
 def _share(value: float) -> float:
     """Within [0, 1]: a wait is only counted when it ends, so a short interval may overshoot."""
     return min(max(value, 0.0), 1.0)
+
+
+def collector_stats(trainer: pl.Trainer) -> dict[str, float]:
+    """``stats()`` of the collector behind the Trainer's data; empty where there is none."""
+    collector = getattr(getattr(trainer, "datamodule", None), "collector", None)
+    stats = getattr(collector, "stats", None)
+    return stats() if stats is not None else {}
 
 
 def target_env_steps(trainer: pl.Trainer) -> int | None:

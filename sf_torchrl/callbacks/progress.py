@@ -99,8 +99,9 @@ class EnvStepsProgressBar(ProgressBar):
     def _describe(self, trainer: pl.Trainer, module: APPOModule) -> str:
         metrics = self._meter.measure(trainer, module)
         first = (
-            f"{self._progress(trainer, module)}  {metrics.get('throughput/env_steps_per_s', 0):,.0f} "
-            f"env steps/s  {metrics.get('throughput/env_frames_per_s', 0):,.0f} env frames/s"
+            f"{self._progress(trainer, module)}  "
+            f"{metrics.get('throughput/env_steps_per_s', 0):,.0f} env steps/s  "
+            f"{metrics.get('throughput/env_frames_per_s', 0):,.0f} env frames/s"
         )
         if "collect/mean_return" in metrics:
             episodes = (

@@ -47,19 +47,18 @@ def make_env(create_env_fn: EnvFactory) -> gymnasium.Env[Any, Any]:
             return make_env(function)
         try:
             # The checker looks at the first steps only, which try_out does too.
-            env = gymnasium.make(create_env_fn, disable_env_checker=True)
-            return _without_order_enforcing(env)
-        except (gymnasium.error.UnregisteredEnv, gymnasium.error.MalformedEnvironmentName) as error:
-            raise EnvError(f"unknown env id {create_env_fn!r}: {error}") from error
-    env = create_env_fn()
+            return _without_order_enforcing(gymnasium.make(create_env_fn, disable_env_checker=True))
+        except gymnasium.error.Error as error:
+            raise EnvError(f"cannot make env id {create_env_fn!r}: {error}") from None
+    env: Any = create_env_fn()
     if isinstance(env, VectorEnv):
         raise EnvError(
-            f"{env_name(create_env_fn)} made a vector env ({type(env).__name__}); create_env_fn must "
-            "make one single env a call: num_envs_per_worker sets how many"
+            f"{env_name(create_env_fn)} made a vector env ({type(env).__name__}); create_env_fn "
+            "must make one single env a call: num_envs_per_worker sets how many"
         )
     if not all(hasattr(env, name) for name in ("reset", "step", "observation_space")):
         raise EnvError(f"{env_name(create_env_fn)} made {env!r}, which is no gymnasium env")
-    return env
+    return env  # type: ignore[no-any-return]
 
 
 def _function_named(name: str) -> Callable[[], gymnasium.Env[Any, Any]] | None:
@@ -138,7 +137,9 @@ def _call(name: str, method: str, function: Callable[[], Any]) -> Any:
             raise EnvError(f"env {name!r} {_OLD_API}; {method} raised: {error}") from error
         raise EnvError(f"{method} of env {name!r} raised TypeError: {error}") from error
     except Exception as error:
-        raise EnvError(f"{method} of env {name!r} raised {type(error).__name__}: {error}") from error
+        raise EnvError(
+            f"{method} of env {name!r} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _outline(result: Any) -> str:
@@ -154,7 +155,8 @@ def _check_observation(observation: Any, specs: EnvSpecs, method: str) -> None:
             value = np.asarray(pick(observation, feature.key))
         except (KeyError, TypeError):
             raise EnvError(
-                f"env {specs.name!r}: {method} returned no {label!r}, which its observation_space has"
+                f"env {specs.name!r}: {method} returned no {label!r}, "
+                "which its observation_space has"
             ) from None
         if value.shape != feature.shape:
             raise EnvError(

@@ -52,9 +52,7 @@ class BatchAssembler:
             _Source(key, views[OBSERVATION].get(key)[:, :, :steps])
             for key in (f.key for f in slab.layout.observation)
         ]
-        self._sources += [
-            _Source(f.key, views[POLICY].get(f.key)) for f in slab.layout.policy
-        ]
+        self._sources += [_Source(f.key, views[POLICY].get(f.key)) for f in slab.layout.policy]
         self._sources += [
             _Source(("policy_version",), views[(POLICY, "policy_version")]),
             _Source(("collector", "traj_ids"), views[(ENV, "traj_ids")]),
@@ -117,7 +115,9 @@ class BatchAssembler:
         auto-resetting collectors.
         """
         batch = TensorDict({}, batch_size=[self._num_rollouts, self._steps])
-        for source, value in zip(self._sources + self._next, self._batch + self._batch_next, strict=True):
+        for source, value in zip(
+            self._sources + self._next, self._batch + self._batch_next, strict=True
+        ):
             batch.set(source.key, value)
         following = batch.get("next")
         following.set("done", following.get("terminated") | following.get("truncated"))

@@ -36,7 +36,7 @@ class PipeReader:
         data = os.read(self.fd, _READ_BYTES)
         if not data:
             raise PipeClosedError
-        return _MESSAGE.iter_unpack(data)  # type: ignore[return-value]
+        return _MESSAGE.iter_unpack(data)
 
     def close(self) -> None:
         """Close this end."""

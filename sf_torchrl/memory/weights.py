@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Union
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from sf_torchrl.memory.arena import ALIGNMENT, Arena, aligned
 
-Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
+Weights = Union[nn.Module, TensorDictBase, Mapping[str, Tensor]]  # noqa: UP007
 
 # int64 words of the header: publications begun, publications completed, the version in each copy.
 _BEGUN, _DONE, _VERSION = 0, 1, 2
@@ -88,9 +89,7 @@ class WeightStore:
         copy_bytes = sum(aligned(spec.nbytes) for spec in specs)
         self._arena = Arena(_HEADER_BYTES + 2 * copy_bytes, fd)
         self._header = np.frombuffer(self._arena.buffer, np.int64, _HEADER_BYTES // 8)
-        self._copies = [
-            self._views(_HEADER_BYTES + index * copy_bytes) for index in range(2)
-        ]
+        self._copies = [self._views(_HEADER_BYTES + index * copy_bytes) for index in range(2)]
         self._pulled_into: tuple[nn.Module | None, list[Tensor]] = (None, [])
 
     def _views(self, offset: int) -> list[Tensor]:
@@ -98,7 +97,9 @@ class WeightStore:
         for spec in self.specs:
             count = spec.nbytes // spec.dtype.itemsize
             if count:
-                flat = torch.frombuffer(self._arena.buffer, dtype=spec.dtype, count=count, offset=offset)
+                flat = torch.frombuffer(
+                    self._arena.buffer, dtype=spec.dtype, count=count, offset=offset
+                )
             else:
                 flat = torch.empty(0, dtype=spec.dtype)
             views.append(flat.view(spec.shape))

@@ -39,9 +39,7 @@ class Torso(nn.Module):
     def __init__(self, specs: EnvSpecs, config: NetworkConfig) -> None:
         super().__init__()
         self.encoder = Encoder(specs.observation, config)
-        self.decoder = MLP(
-            self.encoder.num_outputs, config.decoder_mlp_layers, config.nonlinearity
-        )
+        self.decoder = MLP(self.encoder.num_outputs, config.decoder_mlp_layers, config.nonlinearity)
         self.num_outputs = self.decoder.num_outputs
 
     def forward(self, observations: Sequence[Tensor]) -> Tensor:
@@ -85,11 +83,11 @@ class ActorCritic(TensorDictModuleBase):
         self.out_keys = [self.params_key, "action", "action_log_prob", "state_value"]
         self.normalizer = InputNormalizer(specs.observation, config.normalize_input)
         if torso is not None and not hasattr(torso, "num_outputs"):
-            raise ValueError(f"torso {type(torso).__name__} needs num_outputs, its number of features")
+            raise ValueError(
+                f"torso {type(torso).__name__} needs num_outputs, its number of features"
+            )
         self.torso: nn.Module = Torso(specs, config) if torso is None else torso
-        self.critic_torso = (
-            None if config.actor_critic_share_weights else copy.deepcopy(self.torso)
-        )
+        self.critic_torso = None if config.actor_critic_share_weights else copy.deepcopy(self.torso)
         self.log_stddev = None
         num_features = cast(int, self.torso.num_outputs)
         num_outputs = self.distribution.num_params

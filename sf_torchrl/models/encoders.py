@@ -44,6 +44,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[N, num_inputs]`` -> ``[N, num_outputs]``."""
         for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
             x = self._nonlinearity(functional.linear(x, layer.weight, layer.bias))
         return x
 
@@ -75,8 +76,8 @@ class Encoder(nn.Module):
         for feature in features:
             if len(feature.shape) >= 3:
                 raise ValueError(
-                    f"observation {'.'.join(feature.key)!r} has shape {feature.shape}: pictures need "
-                    "a convolutional network; pass a policy of your own"
+                    f"observation {'.'.join(feature.key)!r} has shape {feature.shape}: pictures "
+                    "need a convolutional network; pass a torso of your own"
                 )
         self._ndims = [len(feature.shape) for feature in features]
         sizes = [math.prod(feature.shape) for feature in features]
@@ -90,9 +91,7 @@ class Encoder(nn.Module):
         """``[N, *shape]`` float32 for each key -> ``[N, num_outputs]``."""
         encoded = [
             part(observation.flatten(-ndims) if ndims > 1 else observation)
-            for part, observation, ndims in zip(
-                self.parts, observations, self._ndims, strict=True
-            )
+            for part, observation, ndims in zip(self.parts, observations, self._ndims, strict=True)
         ]
         return encoded[0] if len(encoded) == 1 else torch.cat(encoded, -1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,10 +81,10 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
     """
     if not (hasattr(policy, "in_keys") and hasattr(policy, "out_keys")):
         raise ValueError(
-            f"policy must be a TensorDict module with in_keys and out_keys, got {type(policy).__name__}; "
-            "wrap it in tensordict.nn.TensorDictModule"
+            "policy must be a TensorDict module with in_keys and out_keys, got "
+            f"{type(policy).__name__}; wrap it in tensordict.nn.TensorDictModule"
         )
-    in_keys, out_keys = _as_keys(policy.in_keys), _as_keys(policy.out_keys)
+    in_keys, out_keys = _as_keys(cast(Any, policy.in_keys)), _as_keys(cast(Any, policy.out_keys))
     given = [feature.key for feature in specs.observation]
     unknown = [key for key in in_keys if key not in given]
     if unknown:
@@ -103,8 +104,12 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
             continue
         value: Tensor = answer.get(key)
         if value.shape[:1] != (count,):
-            raise ValueError(f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs")
-        outputs.append(Feature(key, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])))
+            raise ValueError(
+                f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs"
+            )
+        outputs.append(
+            Feature(key, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
+        )
     _check_action(answer.get("action"), specs)
     return PolicyIO(tuple(in_keys), tuple(outputs))
 
@@ -117,10 +122,11 @@ def _check_action(action: Tensor, specs: EnvSpecs) -> None:
     shape, kind = tuple(action.shape[1:]), specs.action.kind
     if kind == "discrete" and (shape != () or action.dtype.is_floating_point):
         raise ValueError(
-            f"env {specs.name!r} takes one integer action; the policy writes {action.dtype} of shape "
-            f"{shape} an env. TorchRL: use categorical, not one-hot, actions"
+            f"env {specs.name!r} takes one integer action; the policy writes {action.dtype} of "
+            f"shape {shape} an env. TorchRL: use categorical, not one-hot, actions"
         )
     if kind == "box" and shape != specs.action.shape:
         raise ValueError(
-            f"env {specs.name!r} takes actions of shape {specs.action.shape}; the policy writes {shape}"
+            f"env {specs.name!r} takes actions of shape {specs.action.shape}; "
+            f"the policy writes {shape}"
         )

@@ -6,13 +6,13 @@ so that what is debugged in one holds in the other.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import select
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -228,10 +228,8 @@ class ProcessEngine:
 
 
 def _send_quietly(pipe: PipeWriter, message: Message) -> None:
-    try:
+    with contextlib.suppress(OSError):
         pipe.send(*message)
-    except OSError:
-        pass
 
 
 class SerialEngine:
@@ -288,7 +286,7 @@ class SerialEngine:
         waited[0] += served - began
         waited[1] += time.perf_counter_ns() - served
 
-    @contextmanager
+    @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
         """Sample from the collector's own generator, whatever else the program draws."""
         outside = torch.get_rng_state()

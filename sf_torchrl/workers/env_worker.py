@@ -75,7 +75,9 @@ class EnvSplit:
         k = len(seeds)
         self._traj_ids = np.arange(first_env, first_env + k, dtype=np.int64)
         self._num_envs = num_envs
-        self._step_functions = [env.step for env in self._envs]
+        self._step_functions: list[Callable[[Any], tuple[Any, Any, Any, Any, Any]]] = [
+            env.step for env in self._envs
+        ]
         self._rewards = [0.0] * k
         self._returns = np.zeros(k)
         self._lengths = np.zeros(k, np.int64)
@@ -126,7 +128,7 @@ class EnvSplit:
         for i in ended:
             self._sum_up(i)
         self.step_index = t + 1
-        return self.step_index == self._rollout_length
+        return bool(self.step_index == self._rollout_length)
 
     def _end_episode(self, i: int, observation: Any, terminated: bool, truncated: bool) -> Any:
         """Keep the true final observation; return the next episode's first."""
@@ -274,9 +276,7 @@ class EnvWorker:
 def _main(config: EnvWorkerConfig, fds: list[int]) -> None:
     slab_fd, commands, requests, full = fds
     slab = Slab(config.layout, slab_fd)
-    worker = EnvWorker(
-        config, slab, PipeReader(commands), PipeWriter(requests), PipeWriter(full)
-    )
+    worker = EnvWorker(config, slab, PipeReader(commands), PipeWriter(requests), PipeWriter(full))
     try:
         worker.run()
     except (PipeClosedError, BrokenPipeError):

@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class PolicyServer:
         # Our own policy has a way around the TensorDict, which costs 20 us a call.
         has_act = isinstance(policy, ActorCritic) and type(policy).forward is ActorCritic.forward
         self._run: Callable[[list[Tensor]], Sequence[Tensor]] = (
-            policy.act if has_act else self._run_tensordict
+            cast(Any, policy).act if has_act else self._run_tensordict
         )
         self._version_leaf = slab.numpy(POLICY, "policy_version")
         self._k = slab.layout.envs_per_slot
@@ -125,8 +125,10 @@ def exploration(name: str) -> set_interaction_type:
 
 
 def _let_requests_gather() -> None:
-    """Do not preempt a running env worker at each request: where processes outnumber cores, more
-    requests then wait for one forward pass (5 % more env steps/s on two cores). Linux only.
+    """Do not preempt a running env worker at each request (Linux).
+
+    Where processes outnumber cores, more requests then wait for one forward pass: 5 % more env
+    steps/s on two cores.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):

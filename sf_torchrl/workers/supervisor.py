@@ -8,6 +8,7 @@ main process has gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -180,19 +181,15 @@ class Supervisor:
         """End every child: those told to stop get a moment, then their groups are killed."""
         deadline = time.monotonic() + _STOP_GRACE_S
         for child in self.children:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
             kill_group(child)
         self.children.clear()
 
 
 def kill_group(child: Child) -> None:
     """Kill a child and whatever it has started, and take in its exit code."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     child.process.wait()
     child.control.close()
