@@ -48,6 +48,13 @@ class RolloutLoader:
                 self._on_end()
                 return
             yield batch
+        if self._is_finished():
+            self._on_end()
+
+    def _is_finished(self) -> bool:
+        """The collector has given all it was asked for; names are TorchRL's."""
+        frames = getattr(self.collector, "_frames", 0)
+        return bool(frames >= getattr(self.collector, "total_frames", float("inf")))
 
 
 class RolloutDataModule(pl.LightningDataModule):
