@@ -51,12 +51,7 @@ L.seed_everything(0)
 policy = ActorCritic(try_out(Corridor), NetworkConfig(normalize_input=False), torso=SkipTorso())
 collector = SharedMemoryCollector(Corridor, policy, frames_per_batch=1024, total_frames=env_steps)
 module = APPOModule(policy, learner=LearnerConfig(learning_rate=3e-3, learner_threads=1))
-trainer = L.Trainer(
-    max_epochs=-1,
-    accelerator="cpu",
-    logger=False,
-    enable_checkpointing=False,
-    callbacks=[EnvStepsProgressBar()],
-)
+bar = EnvStepsProgressBar()
+trainer = L.Trainer(max_epochs=-1, logger=False, enable_checkpointing=False, callbacks=[bar])
 trainer.fit(module, RolloutDataModule(collector))
 print(f"mean return of the last 100 episodes: {collector.stats()['mean_return']:.2f} (best possible: 0.89)")

@@ -48,13 +48,18 @@ class UsageError(Exception):
 class _OneLineParser(LightningArgumentParser):
     """A parser whose errors are one line with the closest valid name, not a page of usage."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.allow_abbrev = False  # a typing error must not pass for another option
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise UsageError(_one_line(message, self)) from ex
 
 
 def _one_line(message: str, parser: jsonargparse.ArgumentParser) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    text = re.sub(r"^Parser key ", "", " ".join(lines))
+    text = re.sub(r"^Parser key ", "", " ".join(lines)).replace("fit.", "")
+    text = re.sub(r"<class '(\w+)'>", r"\1", text)
     unknown = re.search(r"(?:option|Key|key) '([\w.]+)'|arguments?: --([\w.]+)", message)
     if unknown:
         name = unknown.group(1) or unknown.group(2)
@@ -140,7 +145,12 @@ def _fit(arguments: Sequence[str]) -> None:
         save_config_callback=_SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_class=_OneLineParser,
-        parser_kwargs={"description": "Train agents: Sample Factory's engine under Lightning."},
+        parser_kwargs={
+            "fit": {
+                "description": "Train from YAML files and options; later ones win.",
+                "usage": "sf-torchrl fit [--config FILE ...] [--option VALUE ...]",
+            }
+        },
         trainer_defaults={
             "max_epochs": -1,
             "num_sanity_val_steps": 0,
@@ -236,10 +246,14 @@ def load_policy(checkpoint: str, env: str) -> ActorCritic:
 
 def _evaluate(arguments: Sequence[str]) -> None:
     parser = _OneLineParser(
-        prog="sf-torchrl evaluate", description="Run episodes of a trained policy."
+        prog="sf-torchrl evaluate",
+        description="Run episodes of a trained policy.",
     )
-    parser.add_function_arguments(evaluate)
-    parsed = parser.parse_args(list(arguments))
+    parser.add_function_arguments(evaluate, skip={"json"})
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object as the last line."
+    )
+    parsed = parser.parse_args(list(arguments[1:]))
     evaluate(**parsed.as_dict())
 
 
@@ -291,5 +305,6 @@ def _fail(message: str, code: int) -> int:
 
 def _quiet() -> None:
     """No advice from the libraries below that a user of this one cannot follow."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning.*")
