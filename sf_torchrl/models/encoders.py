@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,43 @@ from sf_torchrl.algorithms.normalizer import RunningMeanStd
 from sf_torchrl.config import NetworkConfig
 from sf_torchrl.memory.slab import Feature
 
+
+def _tanh_by_sigmoid(x: Tensor) -> Tensor:
+    return torch.mul(x, 2.0).sigmoid_().mul_(2.0).sub_(1.0)
+
+
+class _Tanh(torch.autograd.Function):
+    """2 sigmoid(2x) - 1, with the gradient of the tangent itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _tanh_by_sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grad, y)  # type: ignore[no-any-return]
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Hyperbolic tangent, to 2e-7.
+
+    On CPUs by the sigmoid: torch 2.13 computes its own tanh five times slower (278 us against 57
+    for 2048 x 64 numbers), which was a third of the learner's time on CartPole.
+    """
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        return torch.tanh(x)
+    if x.requires_grad:
+        return _Tanh.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _tanh_by_sigmoid(x)
+
+
 _NONLINEARITY: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": functional.elu,
     "relu": functional.relu,
-    "tanh": torch.tanh,
+    "tanh": tanh,
 }
 
 
