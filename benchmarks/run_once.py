@@ -1,6 +1,6 @@
 """One measurement in a fresh process: prints one JSON object as its last line.
 
-    python -m benchmarks.run_once --workload cartpole --mode sim|sample|train --seconds S
+python -m benchmarks.run_once --workload cartpole --mode sim|sample|train --seconds S
 """
 
 import sys

@@ -32,7 +32,12 @@ from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.batch import BatchAssembler, Episode
 from sf_torchrl.memory.slab import WAITED, Slab, SlabLayout
 from sf_torchrl.memory.weights import Weights, WeightStore
-from sf_torchrl.models.policy_io import PolicyIO, RandomPolicy, read_policy_io
+from sf_torchrl.models.policy_io import (
+    PolicyIO,
+    RandomPolicy,
+    as_row_policy,
+    read_policy_io,
+)
 from sf_torchrl.workers.engines import Engine, EngineParts, ProcessEngine, SerialEngine
 
 RETURN_WINDOW = 100
@@ -164,11 +169,10 @@ class SharedMemoryCollector(BaseCollector):
             create_env_fn=self.create_env_fn,
             specs=self.env_specs,
             slab=self._slab,
-            policy=self.policy,
+            policy=as_row_policy(self.policy, self._io, self.exploration_type),
             store=self.weight_store,
             in_keys=self._io.in_keys,
             out_keys=tuple(feature.key for feature in self._io.outputs),
-            exploration=self.exploration_type.name,
             seed=self._seed,
             generation=self._generation,
         )

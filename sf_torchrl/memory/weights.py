@@ -11,16 +11,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from sf_torchrl.memory.arena import ALIGNMENT, Arena, aligned
 
-Weights = Union[nn.Module, TensorDictBase, Mapping[str, Tensor]]  # noqa: UP007
+Weights = Union[nn.Module, "TensorDictBase", Mapping[str, Tensor]]
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 # int64 words of the header: publications begun, publications completed, the version in each copy.
 _BEGUN, _DONE, _VERSION = 0, 1, 2
@@ -168,7 +170,7 @@ class WeightStore:
     def _sources(self, weights: Weights) -> list[Tensor]:
         if isinstance(weights, nn.Module):
             named: Mapping[str, Tensor] = named_weights(weights)
-        elif isinstance(weights, TensorDictBase):
+        elif hasattr(weights, "flatten_keys"):  # a TensorDict, without importing tensordict
             named = dict(weights.flatten_keys(".").items())
         else:
             named = weights

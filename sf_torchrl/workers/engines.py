@@ -19,7 +19,6 @@ from typing import Protocol
 import cloudpickle
 import numpy as np
 import torch
-from torch import nn
 
 from sf_torchrl.config import CollectorConfig
 from sf_torchrl.envs.factory import EnvFactory
@@ -27,9 +26,10 @@ from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.pipes import Message, PipeReader, PipeWriter, index_pipe
 from sf_torchrl.memory.slab import WAITED, Key, Slab
 from sf_torchrl.memory.weights import WeightStore
+from sf_torchrl.models.row_policy import RowPolicy
 from sf_torchrl.workers import protocol
 from sf_torchrl.workers.env_worker import EnvSplit, SlabViews, make_splits
-from sf_torchrl.workers.inference_worker import PolicyServer, exploration
+from sf_torchrl.workers.inference_worker import PolicyServer
 from sf_torchrl.workers.protocol import EnvWorkerConfig, InferenceWorkerConfig
 from sf_torchrl.workers.supervisor import (
     Supervisor,
@@ -51,11 +51,10 @@ class EngineParts:
     create_env_fn: EnvFactory
     specs: EnvSpecs
     slab: Slab
-    policy: nn.Module
+    policy: RowPolicy
     store: WeightStore
     in_keys: tuple[Key, ...]
     out_keys: tuple[Key, ...]
-    exploration: str
     seed: int
     generation: int
     """Counts starts of the same run, so that a resumed one does not repeat its episodes."""
@@ -165,7 +164,6 @@ class ProcessEngine:
             weight_specs=parts.store.specs,
             in_keys=parts.in_keys,
             out_keys=parts.out_keys,
-            exploration=parts.exploration,
             seed=parts.inference_seed,
             num_workers=parts.config.num_workers,
             num_threads=parts.config.inference_threads,
@@ -258,7 +256,7 @@ class SerialEngine:
     def next_full(self) -> int:
         """Step until a slot is full."""
         if not self._full_slots:
-            with self._own_random_numbers(), exploration(self._parts.exploration):
+            with self._own_random_numbers():
                 while not self._full_slots:
                     self._step_all()
         return self._full_slots.popleft()

@@ -12,19 +12,16 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
-from tensordict.nn import InteractionType, set_interaction_type
-from torch import Tensor, nn
 
 from sf_torchrl.memory.pipes import Message, PipeClosedError, PipeReader, PipeWriter
 from sf_torchrl.memory.slab import OBSERVATION, POLICY, WAITED, Key, Slab
 from sf_torchrl.memory.weights import WeightStore
-from sf_torchrl.models.actor_critic import ActorCritic
+from sf_torchrl.models.row_policy import RowPolicy
 from sf_torchrl.workers import protocol
 from sf_torchrl.workers.protocol import InferenceWorkerConfig
 
@@ -33,7 +30,7 @@ class PolicyServer:
     """Runs the policy for requests ``(worker, split, slot, step)``; process or no process.
 
     Args:
-        policy: TensorDict module; its parameters and buffers are overwritten by each pull.
+        policy: its parameters and buffers are overwritten by each pull.
         slab: where observations lie and outputs go.
         store: where newer weights come from.
         in_keys: what the policy reads.
@@ -42,7 +39,7 @@ class PolicyServer:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: RowPolicy,
         slab: Slab,
         store: WeightStore,
         in_keys: Sequence[Key],
@@ -50,18 +47,11 @@ class PolicyServer:
     ) -> None:
         self._policy = policy.eval()
         self._store = store
-        self._in_keys, self._out_keys = in_keys, out_keys
         self._inputs = [slab.numpy(OBSERVATION, *key) for key in in_keys]
         self._outputs = [slab.numpy(POLICY, *key) for key in out_keys]
-        # Our own policy has a way around the TensorDict, which costs 20 us a call.
-        has_act = isinstance(policy, ActorCritic) and type(policy).forward is ActorCritic.forward
-        self._run: Callable[[list[Tensor]], Sequence[Tensor]] = (
-            cast(Any, policy).act if has_act else self._run_tensordict
-        )
         self._version_leaf = slab.numpy(POLICY, "policy_version")
         self._k = slab.layout.envs_per_slot
-        self._num_rows = 0  # of the requests being served
-        self.version = store.pull(policy)
+        self.version = store.pull(policy.weights)
 
     @torch.no_grad()
     def serve(self, requests: Sequence[Message]) -> None:
@@ -71,28 +61,19 @@ class PolicyServer:
         and the version.
         """
         if self._store.version != self.version:
-            self.version = self._store.pull(self._policy)
+            self.version = self._store.pull(self._policy.weights)
         where = [(slot, t) for _, _, slot, t in requests]
         gathered = [
             torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
             for leaf in self._inputs
         ]
         k = self._k
-        self._num_rows = k * len(where)
-        answers = self._run(gathered)
-        for answer, leaf in zip(answers, self._outputs, strict=True):
+        for answer, leaf in zip(self._policy(gathered, k * len(where)), self._outputs, strict=True):
             rows = answer.numpy()
             for j, (slot, t) in enumerate(where):
                 leaf[slot, :, t] = rows[j * k : (j + 1) * k]
         for slot, t in where:
             self._version_leaf[slot, :, t] = self.version
-
-    def _run_tensordict(self, observations: list[Tensor]) -> Sequence[Tensor]:
-        found = TensorDict({}, batch_size=[self._num_rows])
-        for key, observation in zip(self._in_keys, observations, strict=True):
-            found.set(key, observation)
-        answer = self._policy(found)
-        return [answer.get(key) for key in self._out_keys]
 
 
 def serve_forever(
@@ -117,11 +98,6 @@ def serve_forever(
         server.serve(batch)
         for worker, split, _, _ in batch:
             workers[worker].send(protocol.ACT, split)
-
-
-def exploration(name: str) -> set_interaction_type:
-    """Context in which TensorDict policies sample (``RANDOM``) or take the mode."""
-    return set_interaction_type(InteractionType[name])
 
 
 def _let_requests_gather() -> None:
@@ -150,13 +126,10 @@ def _main(config: InferenceWorkerConfig, fds: list[int]) -> None:
         config.in_keys,
         config.out_keys,
     )
-    try:
-        with exploration(config.exploration):
-            serve_forever(
-                server, PipeReader(requests), [PipeWriter(fd) for fd in workers], slab.numpy(WAITED)
-            )
-    except (PipeClosedError, BrokenPipeError):
-        pass
+    with contextlib.suppress(PipeClosedError, BrokenPipeError):
+        serve_forever(
+            server, PipeReader(requests), [PipeWriter(fd) for fd in workers], slab.numpy(WAITED)
+        )
 
 
 if __name__ == "__main__":

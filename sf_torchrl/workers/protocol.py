@@ -62,12 +62,11 @@ class InferenceWorkerConfig:
     import_path: tuple[str, ...]
     """The parent's ``sys.path`` now: this child may have been started ahead of need."""
     policy: bytes
-    """The policy, pickled by cloudpickle: unpickled once the import path is set."""
+    """A ``RowPolicy``, pickled by cloudpickle: unpickled once the import path is set."""
     layout: SlabLayout
     weight_specs: tuple[Any, ...]
     in_keys: tuple[Any, ...]
     out_keys: tuple[Any, ...]
-    exploration: str
     seed: int
     num_workers: int
     num_threads: int

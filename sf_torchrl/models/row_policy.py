@@ -1,0 +1,46 @@
+"""Policies on plain tensors, as the inference worker runs them. Free of tensordict."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from sf_torchrl.models.network import ActorCriticNetwork
+
+
+class RowPolicy(nn.Module, ABC):
+    """From rows of observations to rows of everything that the policy writes."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> nn.Module:
+        """The module whose parameters and buffers have the names they are published by."""
+
+    @abstractmethod
+    def forward(self, observations: list[Tensor], count: int) -> Sequence[Tensor]:
+        """``[count, ...]`` for each in-key -> ``[count, ...]`` for each out-key, in order."""
+
+
+class NetworkPolicy(RowPolicy):
+    """An ``ActorCritic`` by its network alone.
+
+    Args:
+        network: of the actor-critic.
+        sample: draw actions; False takes the mode.
+    """
+
+    def __init__(self, network: ActorCriticNetwork, sample: bool) -> None:
+        super().__init__()
+        self.network = network  # the name it has in ActorCritic
+        self._sample = sample
+
+    @property
+    def weights(self) -> nn.Module:
+        """This module."""
+        return self
+
+    def forward(self, observations: list[Tensor], count: int) -> Sequence[Tensor]:
+        """See :class:`RowPolicy`."""
+        return self.network.act(observations, self._sample)
