@@ -54,6 +54,5 @@ module = APPOModule(policy, learner=LearnerConfig(learning_rate=3e-3, learner_th
 bar = EnvStepsProgressBar()
 trainer = L.Trainer(max_epochs=-1, logger=False, enable_checkpointing=False, callbacks=[bar])
 trainer.fit(module, RolloutDataModule(collector))
-print(
-    f"mean return of the last 100 episodes: {collector.stats()['mean_return']:.2f} (best possible: 0.89)"
-)
+mean_return = collector.stats()["mean_return"]
+print(f"mean return of the last 100 episodes: {mean_return:.2f} (best possible: 0.89)")

@@ -139,7 +139,7 @@ class SFCLI(LightningCLI):
 
 def _fit(arguments: Sequence[str]) -> None:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    SFCLI(
+    cli = SFCLI(
         APPOModule,
         EnvDataModule,
         save_config_callback=_SaveConfig,
@@ -161,6 +161,10 @@ def _fit(arguments: Sequence[str]) -> None:
         seed_everything_default=True,
         args=list(arguments),
     )
+    if cli.trainer.is_global_zero:
+        (saved,) = (c for c in cli.trainer.callbacks if isinstance(c, EnvStepCheckpoint))
+        path = saved.directory(cli.trainer) / LAST
+        print(f"done; try: sf-torchrl evaluate --checkpoint {path}")
 
 
 # -- evaluate ------------------------------------------------------------------------------------

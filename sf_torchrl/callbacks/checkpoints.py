@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,20 +60,21 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self.best_mean_return = float("-inf")
         self._next_s = self._next_best_s = 0.0
 
-    def _directory(self, trainer: pl.Trainer) -> Path:
+    def directory(self, trainer: pl.Trainer) -> Path:
+        """Where this run's checkpoints are."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         return Path(trainer.default_root_dir) / "checkpoints"
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """What ``ckpt_path="last"`` means."""
-        path = self._directory(trainer) / LAST
+        path = self.directory(trainer) / LAST
         return {str(path)} if path.exists() else set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the directory."""
         if stage == "fit" and trainer.is_global_zero:
-            self._directory(trainer).mkdir(parents=True, exist_ok=True)
+            self.directory(trainer).mkdir(parents=True, exist_ok=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clocks."""
@@ -107,7 +109,10 @@ class EnvStepCheckpoint(ModelCheckpoint):
     ) -> None:
         """Save what was reached before a crash or Ctrl-C, if training had begun."""
         if isinstance(pl_module, APPOModule) and pl_module.policy_version > 0:
-            self._save(trainer, LAST)
+            path = self._save(trainer, LAST)
+            if trainer.is_global_zero:
+                what = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+                print(f"{what}: saved {path}; go on with --ckpt_path last", file=sys.stderr)
 
     def _save_if_best(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, APPOModule)
@@ -136,7 +141,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
             old.unlink(missing_ok=True)
 
     def _save(self, trainer: pl.Trainer, name: str) -> Path:
-        path = self._directory(trainer) / name
+        path = self.directory(trainer) / name
         temporary = path.with_name(f".{name}.tmp")
         trainer.save_checkpoint(temporary)
         if trainer.is_global_zero:

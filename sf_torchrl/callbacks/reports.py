@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -10,13 +11,28 @@ import lightning.pytorch as pl
 from sf_torchrl.callbacks.meter import RunMeter
 from sf_torchrl.module import APPOModule
 
+_IMPORTED_S = time.time()
+
+
+def _process_started_s() -> float:
+    """Unix time at which this process started; where that cannot be known, this import."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rsplit(")", 1)[1].split()[19])
+        with open("/proc/uptime") as file:
+            uptime_s = float(file.read().split()[0])
+    except OSError:
+        return _IMPORTED_S
+    return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+
 
 class StatsReporter(pl.Callback):
     """Logs what the run is doing, and the newest losses, every few seconds and at the end.
 
     Past ``Trainer``'s own logging, which costs 0.2 ms a value; the x axis is env steps, exact
     beyond 2**24. Names: those of :class:`~sf_torchrl.callbacks.meter.RunMeter`, and ``train/...``
-    with the newest minibatch's losses, gradient norm and diagnostics.
+    with the newest minibatch's losses, gradient norm and diagnostics;
+    ``time/since_process_start_s`` counts imports too.
 
     Args:
         every_s: seconds between reports. Sample Factory's experiment_summaries_interval is 10.
@@ -54,6 +70,7 @@ class StatsReporter(pl.Callback):
         metrics |= {
             "train/policy_version": float(module.policy_version),
             "train/skipped_minibatches": float(module.skipped_minibatches),
+            "time/since_process_start_s": time.time() - _process_started_s(),
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=module.env_steps)
