@@ -39,8 +39,9 @@ collector = SharedMemoryCollector(
 for batch in collector:
     with torch.no_grad():
         advantage(batch)
-    for _ in range(4):
-        losses = loss_module(batch)
+    flat = batch.reshape(-1)
+    for rows in torch.randint(len(flat), (16, 512)):
+        losses = loss_module(flat[rows])
         optimizer.zero_grad()
         sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
         nn.utils.clip_grad_norm_(loss_module.parameters(), 1.0)
