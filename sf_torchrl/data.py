@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
@@ -194,6 +195,7 @@ class EnvDataModule(RolloutDataModule):
                 self.env,
                 self.trainer.lightning_module.policy,
                 total_frames=self.env_steps,
+                seed=torch.initial_seed() + self.trainer.global_rank,
                 **dataclasses.asdict(self.config),
             )
         super().setup(stage)

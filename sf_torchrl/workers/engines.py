@@ -119,6 +119,7 @@ class ProcessEngine:
         self._requests: PipeWriter | None = None
         self._full: PipeReader | None = None
         self._first_slot_by: float | None = None
+        self._next_check_s = 0.0
 
     def start(self) -> None:
         """Start all processes."""
@@ -182,10 +183,12 @@ class ProcessEngine:
 
     def _wait(self) -> None:
         assert self._full is not None, "start() comes first"
+        if time.monotonic() >= self._next_check_s:  # one may be dead while others still deliver
+            self._check()
         poll = select.poll()
         poll.register(self._full.fd, select.POLLIN)
         while not poll.poll(_POLL_MS):
-            self._supervisor.check()
+            self._check()
             self._check_start_time()
         self._first_slot_by = None
         try:
@@ -194,6 +197,10 @@ class ProcessEngine:
             time.sleep(0.05)  # a moment to become a zombie
             self._supervisor.check()
             raise WorkerError("the env workers closed their pipes and still live") from None
+
+    def _check(self) -> None:
+        self._supervisor.check()
+        self._next_check_s = time.monotonic() + _POLL_MS / 1000
 
     def _check_start_time(self) -> None:
         if self._first_slot_by is not None and time.monotonic() > self._first_slot_by:

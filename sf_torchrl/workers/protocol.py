@@ -33,6 +33,7 @@ STOP = 2
 STOP_INFERENCE = -1
 
 _HEADER = struct.Struct("<QI")  # bytes of the payload, number of descriptors
+_FDS_A_MESSAGE = 64  # the kernel's limit is 253
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,9 @@ def slot_of(worker: int, split: int, num_splits: int, num_slots_per_split: int) 
 
 def send_setup(control: socket.socket, payload: bytes, fds: list[int]) -> None:
     """Parent's side: hand a child its pickled config and its descriptors."""
-    socket.send_fds(control, [_HEADER.pack(len(payload), len(fds))], fds)
+    control.sendall(_HEADER.pack(len(payload), len(fds)))
+    for first in range(0, len(fds), _FDS_A_MESSAGE):
+        socket.send_fds(control, [b"f"], fds[first : first + _FDS_A_MESSAGE])
     control.sendall(payload)
 
 
@@ -90,17 +93,27 @@ def receive_setup(control: socket.socket) -> tuple[Any, list[int]]:
     Raises:
         EOFError: the parent is gone.
     """
-    header, fds, _, _ = socket.recv_fds(control, _HEADER.size, 64)
-    if not header:
-        raise EOFError
-    nbytes, _ = _HEADER.unpack(header)
-    payload = bytearray()
-    while len(payload) < nbytes:
-        part = control.recv(nbytes - len(payload))
+    nbytes, num_fds = _HEADER.unpack(_receive_exactly(control, _HEADER.size))
+    fds: list[int] = []
+    while len(fds) < num_fds:
+        marker, received, _, _ = socket.recv_fds(control, 1, _FDS_A_MESSAGE)
+        if not marker:
+            raise EOFError
+        fds += received
+    for fd in fds:
+        os.set_inheritable(fd, False)  # not for the processes that an env starts
+    # From our own parent, over an inherited socket.
+    return pickle.loads(_receive_exactly(control, nbytes)), fds
+
+
+def _receive_exactly(control: socket.socket, nbytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < nbytes:
+        part = control.recv(nbytes - len(received))
         if not part:
             raise EOFError
-        payload += part
-    return pickle.loads(payload), list(fds)  # from our own parent over an inherited socket
+        received += part
+    return bytes(received)
 
 
 def report(control: socket.socket, event: str, **fields: Any) -> None:
@@ -112,6 +125,7 @@ def report(control: socket.socket, event: str, **fields: Any) -> None:
 def run_child(main: Callable[[Any, list[int]], None]) -> None:
     """Body of every child: be a good child, get the config, run, report what went wrong."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
     # Ctrl-C and friends reach the main process alone, which then stops its children in order.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
