@@ -34,6 +34,7 @@ from sf_torchrl.workers.protocol import EnvWorkerConfig, InferenceWorkerConfig
 from sf_torchrl.workers.supervisor import (
     Supervisor,
     WorkerError,
+    discard_spare_inference_worker,
     parent_thread_lasts,
     spawn,
     spawn_inference_worker,
@@ -250,6 +251,7 @@ class SerialEngine:
 
     def start(self) -> None:
         """Make and reset every env."""
+        discard_spare_inference_worker()
         parts = self._parts
         views = SlabViews(parts.slab, parts.specs)
         self._splits = make_splits(parts.env_worker_config(0), views)

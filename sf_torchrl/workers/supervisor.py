@@ -143,6 +143,12 @@ def spawn_inference_worker() -> Child:
     return _start_inference_worker()
 
 
+def discard_spare_inference_worker() -> None:
+    """End the one started ahead, where it turns out that none is needed."""
+    while _spare_inference_worker:
+        kill_group(_spare_inference_worker.pop())
+
+
 def _start_inference_worker() -> Child:
     return spawn("sf_torchrl.workers.inference_worker", "inference worker")
 
