@@ -208,5 +208,9 @@ class _TorchRLWeights:
         self._collector = collector
 
     def publish(self, policy: Any, version: int) -> None:
-        """Renew the collector's weights; it counts versions itself, if at all."""
-        self._collector.update_policy_weights_(policy)
+        """Renew the collector's weights from the policy that it was made with.
+
+        Given a policy, TorchRL 0.14.1's single-process collector raises for modules of several
+        parts; without an argument it takes the one it knows, which the learner trains.
+        """
+        self._collector.update_policy_weights_()
