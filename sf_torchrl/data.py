@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from sf_torchrl.collector import SharedMemoryCollector
@@ -208,9 +208,8 @@ class _TorchRLWeights:
         self._collector = collector
 
     def publish(self, policy: Any, version: int) -> None:
-        """Renew the collector's weights from the policy that it was made with.
+        """Renew the collector's weights; it counts versions itself, if at all.
 
-        Given a policy, TorchRL 0.14.1's single-process collector raises for modules of several
-        parts; without an argument it takes the one it knows, which the learner trains.
+        As a TensorDict: given a module of several parts, TorchRL 0.14.1's Collector raises.
         """
-        self._collector.update_policy_weights_()
+        self._collector.update_policy_weights_(TensorDict.from_module(policy).data)
