@@ -66,6 +66,7 @@ class Recorded:
         self.batches = batches
         self.fail_at = fail_at
         self.position = 0
+        self.iterated = 0
         self.events = []
         self.weight_store = Published(policy)
         self.total_frames = sum(batch.numel() for batch in batches)
@@ -74,6 +75,7 @@ class Recorded:
         return len(self.batches)
 
     def __iter__(self):
+        self.iterated += 1
         while self.position < len(self.batches):
             if self.position == self.fail_at:
                 raise RuntimeError("the collector broke")
@@ -233,6 +235,18 @@ def test_the_lag_bound_is_inclusive_and_the_future_is_not_fresh():
     assert torch.equal(minibatch["mask"], want.expand(8, 6))
     (lag,) = module.recent_lag
     assert lag == (pytest.approx((0 + 10 + 11 - 1 + 30 + 5) / 6), 30, 0.5)
+
+
+@pytest.mark.parametrize(("lag", "fresh"), [(0, True), (10, True), (11, False), (-1, False)])
+def test_one_stale_step_in_a_batch_is_noticed(lag, fresh):
+    policy = make_policy()
+    version = torch.full((8, 6), 30)
+    version[3, 2] -= lag
+    module = learner_at(30, policy, max_policy_lag=10)
+    fit(module, [make_batch(policy, version=version)])
+    mask = module.minibatches[0].get("mask", torch.ones(8, 6, dtype=torch.bool))
+    assert mask[3, 2] == fresh
+    assert mask.sum() == 47 + fresh
 
 
 def test_lag_is_as_of_the_batch_and_not_of_the_minibatch():
@@ -604,6 +618,7 @@ def test_epochs_continue_one_collector_and_the_run_ends_with_it():
     assert [event for event in collector.events if event != "shutdown"] == [
         event for i in range(7) for event in (("collect", i), ("train", i % 3))
     ]
+    assert collector.iterated == 1
     assert trainer.current_epoch == 3
 
 

@@ -164,7 +164,9 @@ class Script:
 
     def __exit__(self, *_):
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
 
     def wait_for(self, line):
         """Read its output up to a line."""
