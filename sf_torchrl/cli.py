@@ -17,12 +17,14 @@ import jsonargparse
 import lightning.pytorch as pl
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from sf_torchrl.callbacks.checkpoints import LAST, EnvStepCheckpoint
 from sf_torchrl.callbacks.progress import EnvStepsProgressBar
@@ -35,8 +37,10 @@ from sf_torchrl.models.actor_critic import ActorCritic
 from sf_torchrl.module import APPOModule
 from sf_torchrl.workers.supervisor import WorkerError
 
+FAILURE = 1
 USAGE_ERROR = 2
 WORKER_FAILURE = 3
+TERMINATED = 143  # as a shell says of a process that SIGTERM ended
 
 CONFIG_FILE = "config.yaml"
 
@@ -79,6 +83,15 @@ def _option_names(parser: jsonargparse.ArgumentParser) -> list[str]:
     return names
 
 
+class _Began(pl.Callback):
+    """Knows whether training has begun: errors before are the user's, after are failures."""
+
+    training = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _Began.training = True
+
+
 class _SaveConfig(SaveConfigCallback):
     """``config.yaml`` in ``default_root_dir``, whatever the logger."""
 
@@ -118,7 +131,12 @@ class SFCLI(LightningCLI):
                 TensorBoardLogger(root, name="tensorboard"),
                 CSVLogger(root, name="csv"),
             ]
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.append(_Began())
+        return trainer
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would read the file here, before it is known to be one of ours."""
 
     def before_instantiate_classes(self) -> None:
         """Resolve ``ckpt_path: last`` at once: a missing file is an error, never a fresh start."""
@@ -134,6 +152,7 @@ class SFCLI(LightningCLI):
             path = Path(directory) / LAST
         if not Path(path).is_file():
             raise UsageError(f"ckpt_path: there is no checkpoint {str(path)!r}")
+        _read_checkpoint(str(path))  # a foreign file is an error before anything starts
         config["ckpt_path"] = str(path)
 
 
@@ -219,6 +238,15 @@ def _trained_env(checkpoint: Path) -> str:
     )
 
 
+def _read_checkpoint(checkpoint: str) -> tuple[NetworkConfig, dict[str, torch.Tensor]]:
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        return NetworkConfig(**saved["sf_torchrl"]["network"]), saved["state_dict"]
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(f"{checkpoint!r} is no checkpoint of sf-torchrl fit: {reason}") from error
+
+
 def load_policy(checkpoint: str, env: str) -> ActorCritic:
     """The policy in a checkpoint, for an env.
 
@@ -227,18 +255,11 @@ def load_policy(checkpoint: str, env: str) -> ActorCritic:
     """
     if not Path(checkpoint).is_file():
         raise UsageError(f"there is no checkpoint {checkpoint!r}")
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        network = NetworkConfig(**saved["sf_torchrl"]["network"])
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"{checkpoint!r} is no checkpoint of sf-torchrl fit: {reason}") from error
+    network, state = _read_checkpoint(checkpoint)
     policy = ActorCritic(try_out(env), network)
     prefix = "policy."
     weights = {
-        name.removeprefix(prefix): value
-        for name, value in saved["state_dict"].items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }
     try:
         policy.load_state_dict(weights)
@@ -278,9 +299,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command.
 
     Returns:
-        Exit code: 0 done, 2 the command, config or env is wrong, 3 a worker process failed.
+        Exit code: 0 done, 1 the learner failed, 2 the command, config or env is wrong, 3 a worker
+        process failed, 143 ended by SIGTERM.
     """
     _quiet()
+    _Began.training = False
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP)
         return 0 if arguments else USAGE_ERROR
@@ -291,15 +314,38 @@ def run(arguments: Sequence[str]) -> int:
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise UsageError(f"no command {command!r}: fit or evaluate{hint}")
         _COMMANDS[command](arguments)
-    except EnvError as error:
-        if error.__cause__ is not None:  # the env's own traceback first
-            traceback.print_exception(error.__cause__)
-        return _fail(str(error), USAGE_ERROR)
-    except (UsageError, ValueError) as error:
-        return _fail(str(error), USAGE_ERROR)
-    except WorkerError as error:
-        return _fail(str(error), WORKER_FAILURE)
+    except SIGTERMException:
+        return TERMINATED
+    except Exception as error:
+        return _explain(error)
     return 0
+
+
+def _explain(error: Exception) -> int:
+    """One line for what the user can mend, the traceback before it for what failed; exit code."""
+    if isinstance(error, EnvError) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)  # the env's own
+    if isinstance(error, WorkerError):
+        return _fail(str(error), WORKER_FAILURE)
+    if isinstance(error, RuntimeError):
+        return _explain_runtime_error(error)
+    # MisconfigurationException is Lightning's word for a setting that cannot be.
+    usage = isinstance(error, (UsageError, EnvError, ValueError, MisconfigurationException))
+    if usage and not _Began.training:
+        return _fail(" ".join(str(error).split()), USAGE_ERROR)
+    traceback.print_exception(error)
+    return _fail(f"{type(error).__name__}: {error}", FAILURE)
+
+
+def _explain_runtime_error(error: RuntimeError) -> int:
+    reason, *lines = str(error).splitlines() or [""]
+    if not reason.startswith("Error(s) in loading state_dict"):
+        traceback.print_exception(error)
+        return _fail(f"{type(error).__name__}: {error}", FAILURE)
+    mismatches = " ".join(line.strip() for line in lines if "policy." in line)
+    return _fail(
+        f"ckpt_path: the checkpoint does not fit env and network: {mismatches}", USAGE_ERROR
+    )
 
 
 def _fail(message: str, code: int) -> int:

@@ -15,11 +15,13 @@ Tensors are written once, where they will be read; only small integers travel.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import cloudpickle
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
@@ -42,6 +44,16 @@ from sf_torchrl.workers.engines import Engine, EngineParts, ProcessEngine, Seria
 
 RETURN_WINDOW = 100
 """Episodes over which mean return and length are reported; Sample Factory's stats_avg."""
+
+
+def _check_picklable(name: str, value: object) -> None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be sent to a worker process: {type(error).__name__}: {error}. Make "
+            "what cannot be pickled inside it, or use num_workers=0"
+        ) from error
 
 
 class SharedMemoryCollector(BaseCollector):
@@ -125,6 +137,9 @@ class SharedMemoryCollector(BaseCollector):
         self.env_specs: EnvSpecs = try_out(create_env_fn)
         self.policy: nn.Module = RandomPolicy(self.env_specs.action) if policy is None else policy
         self._io: PolicyIO = read_policy_io(self.policy, self.env_specs)
+        if num_workers:
+            _check_picklable("create_env_fn", create_env_fn)
+            _check_picklable("policy", self.policy)
         self.weight_store = WeightStore(self.policy)
         self.exploration_type = exploration_type
         self._seed = torch.initial_seed() if seed is None else int(seed)
@@ -134,7 +149,7 @@ class SharedMemoryCollector(BaseCollector):
         self._episodes: deque[Episode] = deque(maxlen=RETURN_WINDOW)
         self._num_episodes = 0
         self._engine: Engine | None = None
-        self._closed = False
+        self._closed = self._begun = False
         self._unread: deque[tuple[int, int]] = deque()  # (slot, first rollout not yet copied)
         self._to_release: list[int] = []
         # Read by TorchRL's Trainer and stats.
@@ -169,7 +184,7 @@ class SharedMemoryCollector(BaseCollector):
             create_env_fn=self.create_env_fn,
             specs=self.env_specs,
             slab=self._slab,
-            policy=as_row_policy(self.policy, self._io, self.exploration_type),
+            policy=as_row_policy(copy.deepcopy(self.policy).cpu(), self._io, self.exploration_type),
             store=self.weight_store,
             in_keys=self._io.in_keys,
             out_keys=tuple(feature.key for feature in self._io.outputs),
@@ -180,15 +195,21 @@ class SharedMemoryCollector(BaseCollector):
         self._engine = engine
         # However the collector goes - collected, forgotten, interpreter exit - the workers end.
         self._finalizer = weakref.finalize(self, engine.stop)
+        self._assembler = BatchAssembler(self._slab, config.rollouts_per_batch)
         try:
             engine.start()
         except BaseException:
             self.shutdown()
             raise
-        self._assembler = BatchAssembler(self._slab, config.rollouts_per_batch)
 
     def iterator(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` is reached or the collector is shut down."""
+        """Yield batches until ``total_frames`` is reached or the collector is shut down.
+
+        Raises:
+            RuntimeError: it has been shut down before.
+        """
+        if self._closed:
+            raise RuntimeError("this collector has been shut down; make a new one")
         while self._frames < self.total_frames and not self._closed:
             self.start()
             if self._pre_collect_hook is not None:
@@ -202,6 +223,9 @@ class SharedMemoryCollector(BaseCollector):
         """One batch. Hot path: waits, copies each slot as it comes, hands it back."""
         engine, assembler, k = self._engine, self._assembler, self.config.envs_per_split
         assert engine is not None
+        if not self._begun:
+            self._begun = True
+            engine.begin()
         for slot in self._to_release:  # zero lag: collecting goes on only now
             engine.release(slot)
         self._to_release = []
@@ -240,6 +264,7 @@ class SharedMemoryCollector(BaseCollector):
         """
         self._closed = True
         engine, self._engine = self._engine, None
+        self.weight_store.close()
         if engine is None:
             return
         self._finalizer.detach()
@@ -250,7 +275,7 @@ class SharedMemoryCollector(BaseCollector):
                 raise
         finally:
             self._slab.close()
-            self.weight_store.close()
+            del self._assembler, self._slab  # and with them the memory
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -258,6 +283,32 @@ class SharedMemoryCollector(BaseCollector):
     def policy_version(self) -> int:
         """Version of the newest weights published, in calls of update_policy_weights_."""
         return self.weight_store.version
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        weights_dict: dict[str, Weights] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Publish weights as the next version.
+
+        Args:
+            policy_or_weights: module, TensorDict or state dict; None takes the policy given at
+                construction.
+            weights_dict: ``{"policy": weights}``, as TorchRL's trainers may give it.
+            **kwargs: TorchRL's other ways to say the same.
+
+        Raises:
+            ValueError: names or shapes that are not the policy's, or a model other than "policy".
+        """
+        if weights_dict is not None:
+            if set(weights_dict) != {"policy"} or policy_or_weights is not None:
+                raise ValueError(
+                    f"there is one model, 'policy', to update; got {sorted(weights_dict)}"
+                )
+            policy_or_weights = weights_dict["policy"]
+        super().update_policy_weights_(policy_or_weights, **kwargs)
 
     def _maybe_fallback_update(
         self,
@@ -338,7 +389,7 @@ class SharedMemoryCollector(BaseCollector):
             found["inference_waited_s"] = inference
         return found
 
-    def recent_episodes(self) -> Sequence[Episode]:
+    def recent_episodes(self) -> tuple[Episode, ...]:
         """The last 100 episodes that ended in batches read so far, oldest first."""
         return tuple(self._episodes)
 

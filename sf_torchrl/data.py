@@ -104,8 +104,24 @@ class RolloutDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module if self.trainer else None
         if stage != "fit" or module is None or not hasattr(module, "weight_store"):
             return
+        self._check_minibatches(module)
         store = getattr(self.collector, "weight_store", None)
         module.weight_store = _TorchRLWeights(self.collector) if store is None else store
+
+    def _check_minibatches(self, module: Any) -> None:
+        """Before any process starts.
+
+        Raises:
+            ValueError: ``num_minibatches`` does not divide the rollouts of a batch.
+        """
+        config = getattr(self.collector, "config", None)
+        count = getattr(getattr(module, "learner", None), "num_minibatches", 1)
+        if isinstance(config, CollectorConfig) and config.rollouts_per_batch % count:
+            raise ValueError(
+                f"num_minibatches={count} must divide the {config.rollouts_per_batch} rollouts of "
+                f"a batch (frames_per_batch={config.frames_per_batch} / "
+                f"rollout_length={config.rollout_length})"
+            )
 
     def train_dataloader(self) -> RolloutLoader:
         """The collector, as Lightning reads it."""
@@ -141,6 +157,8 @@ class RolloutDataModule(pl.LightningDataModule):
         """Continue the collector's counters."""
         if hasattr(self.collector, "weight_store"):
             self.collector.load_state_dict(state_dict)
+        elif "_frames" in vars(self.collector) and "frames" in state_dict:
+            self.collector._frames = state_dict["frames"]  # TorchRL's own count
 
     def teardown(self, stage: str) -> None:
         """End the collector's processes after a run."""
@@ -188,8 +206,8 @@ class EnvDataModule(RolloutDataModule):
         self.env_specs: EnvSpecs = try_out(env)
 
     def setup(self, stage: str) -> None:
-        """Make the collector, with the learner's policy, and start its processes."""
-        if stage == "fit" and self._collector is None:
+        """Make the collector, with the learner's policy; a new one for each ``fit``."""
+        if stage == "fit":
             assert self.trainer is not None
             self._collector = SharedMemoryCollector(
                 self.env,
@@ -206,6 +224,9 @@ class _TorchRLWeights:
 
     def __init__(self, collector: BaseCollector) -> None:
         self._collector = collector
+        self._publications = 0
+        self.offset = 0
+        """Version that the collector writes, minus the learner's."""
 
     def publish(self, policy: Any, version: int) -> None:
         """Renew the collector's weights; it counts versions itself, if at all.
@@ -213,3 +234,5 @@ class _TorchRLWeights:
         As a TensorDict: given a module of several parts, TorchRL 0.14.1's Collector raises.
         """
         self._collector.update_policy_weights_(TensorDict.from_module(policy).data)
+        self._publications += 1
+        self.offset = self._publications - version

@@ -97,6 +97,7 @@ def evaluate_policy(
         for quota, env_seed in zip(quotas, seeds, strict=True)
     ]
     specs = read_specs(lanes[0].env, str(create_env_fn))
+    to_env = specs.action.adapter()
     mode = InteractionType.DETERMINISTIC if deterministic else InteractionType.RANDOM
     episodes: list[Episode] = []
     was_training = policy.training
@@ -106,7 +107,7 @@ def evaluate_policy(
             torch.manual_seed(seed)
             while active := [lane for lane in lanes if lane.quota]:
                 answer = policy(_stack(active, specs))
-                actions = specs.action.to_env(answer.get("action").numpy())
+                actions = to_env(answer.get("action").numpy())
                 ended = [lane.step(a) for lane, a in zip(active, actions, strict=True)]
                 episodes += [episode for episode in ended if episode is not None]
     finally:
@@ -119,6 +120,9 @@ def evaluate_policy(
 def _stack(lanes: Sequence[_Lane], specs: EnvSpecs) -> TensorDict:
     found = TensorDict({}, batch_size=[len(lanes)])
     for feature in specs.observation:
-        rows = [pick(lane.observation, feature.key) for lane in lanes]
+        rows = [
+            pick(lane.observation, feature.key) if specs.is_dict else lane.observation
+            for lane in lanes
+        ]
         found.set(feature.key, torch.from_numpy(np.stack(rows).astype(feature.dtype, copy=False)))
     return found

@@ -21,6 +21,7 @@ from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.weights import WeightStore
 from sf_torchrl.models.actor_critic import ActorCritic
 
+_COUNTERS = ("policy_version", "env_steps", "train_batches", "skipped_minibatches")
 _STATE = "sf_torchrl"  # the learner's own entry in a checkpoint
 
 
@@ -94,6 +95,7 @@ class APPOModule(pl.LightningModule):
         """The newest losses and diagnostics, by their names in the logs."""
         self._next_diagnostics_s = 0.0
         self._minibatch_generator = torch.Generator()
+        self._resumed = False
 
     # -- Lightning -------------------------------------------------------------------------------
 
@@ -112,7 +114,8 @@ class APPOModule(pl.LightningModule):
         """Set the number of threads and publish the weights the run begins with."""
         if self.learner.learner_threads:
             torch.set_num_threads(self.learner.learner_threads)
-        self._minibatch_generator.manual_seed(torch.initial_seed() % 2**63)
+        if not self._resumed:
+            self._minibatch_generator.manual_seed(torch.initial_seed() % 2**63)
         self.publish()
 
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
@@ -124,9 +127,13 @@ class APPOModule(pl.LightningModule):
         self._mask_stale(batch)
         if not self.loss.config.with_vtrace:
             self.loss.returns(batch)
-        for minibatch in self._minibatches(batch):
-            self._optimizer_step(minibatch)
-        self._update_normalizer(batch)
+        last = self.learner.ppo_epochs * self.learner.num_minibatches - 1
+        for index, minibatch in enumerate(self._minibatches(batch)):
+            changed = self._optimizer_step(minibatch)
+            if index == last:  # after all steps, yet published with the last: see the method
+                changed = self._update_normalizer(batch) or changed
+            if changed:
+                self.publish()
         self.env_steps += batch.numel()
         self.train_batches += 1
         self.busy_s += time.perf_counter() - began
@@ -138,15 +145,16 @@ class APPOModule(pl.LightningModule):
         version = batch.get("policy_version", None)
         if version is None:  # a collector that does not track versions: nothing is stale
             return
-        version = version.reshape(batch.batch_size)
+        # TorchRL's collectors count publications; ours write the learner's version.
+        version = version.reshape(batch.batch_size) - getattr(self.weight_store, "offset", 0)
         lag = self.policy_version - version
         lowest, highest = (int(bound) for bound in lag.aminmax())
         dropped = 0.0
         if lowest < 0 or highest > self.learner.max_policy_lag:
             fresh = is_fresh(version, self.policy_version, self.learner.max_policy_lag)
             dropped = 1.0 - float(fresh.float().mean())
-            given = batch.get(("collector", "mask"), None)
-            batch.set("mask", fresh if given is None else fresh & given.reshape(fresh.shape))
+            given = self.loss.mask(batch)
+            batch.set("mask", fresh if given is None else fresh & given)
         self.recent_lag.append(BatchLag(float(lag.sum()) / lag.numel(), highest, dropped))
 
     def _minibatches(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -169,14 +177,18 @@ class APPOModule(pl.LightningModule):
             else:
                 yield batch
 
-    def _optimizer_step(self, minibatch: TensorDictBase) -> None:
-        """One step on the unmasked steps, at a learning rate scaled by their share."""
+    def _optimizer_step(self, minibatch: TensorDictBase) -> bool:
+        """One step on the unmasked steps, at a learning rate scaled by their share.
+
+        Returns:
+            False where every step is masked: nothing was done.
+        """
         losses = self.loss(minibatch)
         self.last_metrics |= {f"train/{key}": value.detach() for key, value in losses.items()}
         share = float(losses["fresh_fraction"])
         if share == 0.0:
             self.skipped_minibatches += 1
-            return
+            return False
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         optimizer.zero_grad()
@@ -191,22 +203,28 @@ class APPOModule(pl.LightningModule):
         with _scaled_learning_rate(optimizer.optimizer, share):
             optimizer.step()
         self.policy_version += 1
-        self.publish()
+        return True
 
     def publish(self) -> None:
         """Make the current weights the newest in the weight store, if one is attached."""
         if self.weight_store is not None:
             self.weight_store.publish(self.policy, self.policy_version)
 
-    def _update_normalizer(self, batch: TensorDictBase) -> None:
+    def _update_normalizer(self, batch: TensorDictBase) -> bool:
         """After the optimizer steps, so that they saw observations as the acting policy did.
 
-        The statistics reach the acting policy with the next publication.
+        Before the batch's last publication, so that the policy that acts on the next batch has
+        the statistics that the learner will look at it with: the ratio at zero lag is one.
+
+        Returns:
+            Whether there are statistics to update.
         """
         normalizer = getattr(self.policy, "normalizer", None)
-        if normalizer is not None and normalizer.active:
-            observations = [batch.get(key) for key in self.policy.in_keys]
-            normalizer.update(observations, batch.get("mask", None))
+        if normalizer is None or not normalizer.active:
+            return False
+        observations = [batch.get(key) for key in self.policy.in_keys]
+        normalizer.update(observations, self.loss.mask(batch))
+        return True
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -217,14 +235,18 @@ class APPOModule(pl.LightningModule):
             "env_steps": self.env_steps,
             "train_batches": self.train_batches,
             "skipped_minibatches": self.skipped_minibatches,
-            "network": _plain(dataclasses.asdict(self.policy.config)),
+            "minibatch_generator": self._minibatch_generator.get_state(),
         }
+        if hasattr(self.policy, "config"):  # evaluate rebuilds the network from it
+            checkpoint[_STATE]["network"] = _plain(dataclasses.asdict(self.policy.config))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the counters back."""
-        for name, value in checkpoint[_STATE].items():
-            if name != "network":
-                setattr(self, name, int(value))
+        state = checkpoint[_STATE]
+        for name in _COUNTERS:
+            setattr(self, name, int(state[name]))
+        self._minibatch_generator.set_state(state["minibatch_generator"].cpu())
+        self._resumed = True
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

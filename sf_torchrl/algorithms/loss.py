@@ -136,13 +136,17 @@ class APPOLoss(LossModule):
             sum is to be minimized (all 0 where every step is masked); ``fresh_fraction``, the
             share of steps that are unmasked; and, with ``with_diagnostics``, diagnostics without
             gradient, means over unmasked steps.
+
+        Raises:
+            ValueError: the batch is not ``[B, T]``.
         """
-        mask = self._mask(tensordict)
+        _check_rollouts(tensordict)
+        mask = self.mask(tensordict)
         if mask is not None and not bool(mask.any()):
             return self._nothing(tensordict)
         seen = self._evaluate(tensordict, mask)
         keys = self.tensor_keys
-        log_ratio = _select(seen.log_prob - tensordict.get(keys.action_log_prob), mask)
+        log_ratio = self._log_ratio(tensordict, seen, mask)
         advantage, value_target = self._returns(tensordict, seen, log_ratio.detach(), mask)
         if self.config.normalize_advantage:
             advantage = normalize_advantage(advantage, mask)
@@ -155,17 +159,21 @@ class APPOLoss(LossModule):
         With GAE to be done once a batch, before it is cut into minibatches: the value estimates
         are those of the policy that acted. V-trace is computed anew in every forward pass.
         """
-        mask = self._mask(tensordict)
+        _check_rollouts(tensordict)
+        mask = self.mask(tensordict)
         with torch.no_grad():
             seen = self._evaluate(tensordict, mask)
-            log_ratio = _select(
-                seen.log_prob - tensordict.get(self.tensor_keys.action_log_prob), mask
-            )
+            log_ratio = self._log_ratio(tensordict, seen, mask)
             advantage, value_target = self._returns(tensordict, seen, log_ratio, mask)
         tensordict.set(self.tensor_keys.advantage, advantage)
         return tensordict.set(self.tensor_keys.value_target, value_target)
 
-    def _mask(self, batch: TensorDictBase) -> Tensor | None:
+    def _log_ratio(self, batch: TensorDictBase, seen: _Pass, mask: Tensor | None) -> Tensor:
+        """``[B, T]`` log pi - log mu, 0 at masked steps."""
+        behaviour = batch.get(self.tensor_keys.action_log_prob).reshape(batch.batch_size)
+        return _select(seen.log_prob - behaviour, mask)
+
+    def mask(self, batch: TensorDictBase) -> Tensor | None:
         """``[B, T]`` bool; None where every step counts."""
         mask = batch.get(self.tensor_keys.mask, None)
         if mask is None:
@@ -189,6 +197,7 @@ class APPOLoss(LossModule):
         count = len(steps)
         action = batch.get(keys.action)
         action = action.flatten(0, 1) if mask is None else action[mask]
+        action = action.reshape(count, *policy.distribution.action_shape)
         log_prob, entropy = policy.distribution.log_prob_and_entropy(params[:count], action)
         step_value = _spread(value[:count], done.shape, mask)
         return _Pass(
@@ -210,7 +219,12 @@ class APPOLoss(LossModule):
         if not config.with_vtrace:
             advantage = batch.get(keys.advantage, None)
             if advantage is not None:
-                return advantage, batch.get(keys.value_target)
+                # TorchRL's estimators write [B, T, 1], which would broadcast.
+                value_target = batch.get(keys.value_target)
+                return (
+                    _select(advantage.reshape(batch.batch_size), mask),
+                    _select(value_target.reshape(batch.batch_size), mask),
+                )
         reward = batch.get(_after(keys.reward)).reshape(batch.batch_size)
         reward = (reward * config.reward_scale).clamp(-config.reward_clip, config.reward_clip)
         done, terminated = self._flag(batch, keys.done), self._flag(batch, keys.terminated)
@@ -289,6 +303,14 @@ class APPOLoss(LossModule):
     def _nothing(self, batch: TensorDictBase) -> TensorDict:
         zero = torch.zeros((), device=batch.device)
         return TensorDict({key: zero.clone() for key in self.out_keys}, batch_size=[])
+
+
+def _check_rollouts(batch: TensorDictBase) -> None:
+    if batch.batch_dims != 2:
+        raise ValueError(
+            f"APPOLoss reads batches of rollouts [B, T], got batch size {list(batch.batch_size)}; "
+            "one env alone: batch.unsqueeze(0)"
+        )
 
 
 def _after(key: NestedKey) -> NestedKey:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from sf_torchrl.callbacks.meter import collector_stats
 from sf_torchrl.collector import RETURN_WINDOW
@@ -58,6 +59,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self.save_best_after = save_best_after
         self.keep_checkpoints = keep_checkpoints
         self.best_mean_return = float("-inf")
+        self._began_with: int | None = None  # policy_version
         self._next_s = self._next_best_s = 0.0
 
     def directory(self, trainer: pl.Trainer) -> Path:
@@ -78,6 +80,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clocks."""
+        assert isinstance(pl_module, APPOModule)
+        self._began_with = pl_module.policy_version
         now = time.monotonic()
         self._next_s, self._next_best_s = now + self.save_every_s, now + self.save_best_every_s
 
@@ -85,6 +89,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Save what is due."""
+        if trainer.fast_dev_run:
+            return
         now = time.monotonic()
         if now >= self._next_best_s:
             self._next_best_s = now + self.save_best_every_s
@@ -101,17 +107,31 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the end."""
+        if trainer.fast_dev_run:
+            return
         self._save_if_best(trainer, pl_module)
         self._save_periodic(trainer, pl_module)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Save what was reached before a crash or Ctrl-C, if training had begun."""
-        if isinstance(pl_module, APPOModule) and pl_module.policy_version > 0:
-            path = self._save(trainer, LAST)
+        """Save what was reached before a crash or Ctrl-C, if this run reached anything.
+
+        A resume that fails must not overwrite the checkpoint it failed to load. Nothing is raised
+        from here: the collector is shut down by a hook that comes later.
+        """
+        if self._began_with is None or trainer.fast_dev_run:
+            return
+        assert isinstance(pl_module, APPOModule)
+        if pl_module.policy_version > self._began_with:
+            try:
+                path = self._save(trainer, LAST)
+            except OSError as error:
+                print(f"could not save {LAST}: {error}", file=sys.stderr)
+                return
             if trainer.is_global_zero:
-                what = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+                signals = (KeyboardInterrupt, SIGTERMException)
+                what = "interrupted" if isinstance(exception, signals) else "failed"
                 print(f"{what}: saved {path}; go on with --ckpt_path last", file=sys.stderr)
 
     def _save_if_best(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -137,7 +157,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
         temporary = saved.with_name(f".{name}.tmp")
         shutil.copyfile(saved, temporary)
         os.replace(temporary, saved.with_name(name))
-        for old in sorted(saved.parent.glob("env_steps-*.ckpt"))[: -self.keep_checkpoints]:
+        found = sorted(saved.parent.glob("env_steps-*.ckpt"), key=os.path.getmtime)
+        for old in found[: -self.keep_checkpoints]:  # oldest first, whatever run wrote them
             old.unlink(missing_ok=True)
 
     def _save(self, trainer: pl.Trainer, name: str) -> Path:
@@ -146,12 +167,20 @@ class EnvStepCheckpoint(ModelCheckpoint):
         trainer.save_checkpoint(temporary)
         if trainer.is_global_zero:
             os.replace(temporary, path)
+        if name == BEST:
+            self.best_model_path = str(path)
+        else:
+            self.last_model_path = str(path)
         return path
 
     def state_dict(self) -> dict[str, Any]:
         """The best mean return, so that a resumed run does not overwrite a better one."""
-        return {"best_mean_return": self.best_mean_return}
+        return {
+            "best_mean_return": self.best_mean_return,
+            "best_model_path": self.best_model_path,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back."""
         self.best_mean_return = float(state_dict["best_mean_return"])
+        self.best_model_path = str(state_dict["best_model_path"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import Any
@@ -92,6 +93,9 @@ class EnvStepsProgressBar(ProgressBar):
 
     def _draw(self, text: str) -> None:
         self._text = text
+        if self._terminal:  # a wrapped line could not be erased
+            width = shutil.get_terminal_size().columns - 1
+            text = "\n".join(line[:width] for line in text.split("\n"))
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
         self._lines_shown = text.count("\n") + 1

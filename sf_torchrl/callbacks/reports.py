@@ -74,3 +74,4 @@ class StatsReporter(pl.Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=module.env_steps)
+            logger.save()  # CSVLogger would keep them to itself until the end

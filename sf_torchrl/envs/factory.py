@@ -71,7 +71,7 @@ def _function_named(name: str) -> Callable[[], gymnasium.Env[Any, Any]] | None:
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
-        raise EnvError(f"env {name!r}: there is no module {module_name!r}") from error
+        raise EnvError(f"env {name!r}: there is no module {module_name!r}") from None
     return getattr(module, attribute, None)
 
 
@@ -152,7 +152,8 @@ def _check_observation(observation: Any, specs: EnvSpecs, method: str) -> None:
     for feature in specs.observation:
         label = ".".join(feature.key)
         try:
-            value = np.asarray(pick(observation, feature.key))
+            part = pick(observation, feature.key) if specs.is_dict else observation
+            value = np.asarray(part)
         except (KeyError, TypeError):
             raise EnvError(
                 f"env {specs.name!r}: {method} returned no {label!r}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,24 @@ from gymnasium import spaces
 from sf_torchrl.memory.slab import Feature, Key
 
 Array = np.ndarray[Any, Any]
+
+
+RESERVED_KEYS = frozenset(
+    (
+        "action",
+        "reward",
+        "done",
+        "terminated",
+        "truncated",
+        "next",
+        "collector",
+        "policy_version",
+        "mask",
+        "advantage",
+        "value_target",
+    )
+)
+"""Keys of a batch that an observation must not take."""
 
 
 class UnsupportedSpaceError(ValueError):
@@ -34,19 +53,24 @@ class ActionSpec:
     """Box: smallest values, flattened."""
     high: tuple[float, ...] = ()
     """Box: largest values, flattened."""
+    dtype: str = "int64"
+    """NumPy name of the space's dtype."""
 
-    def to_env(self, actions: Array) -> list[Any]:
-        """``[k, ...]`` actions as the policy chose them -> what each of k envs is given.
+    def adapter(self) -> Callable[[Array], list[Any]]:
+        """The function from ``[k, ...]`` chosen actions to what each of k envs is given.
 
         Discrete actions become ints counted from ``start``; continuous ones are clipped to the
-        space, in arrays that the env may keep or change: the batch holds the unclipped action.
+        space, in arrays of its dtype that the env may keep or change: the batch holds the
+        unclipped action.
         """
+        start = self.start
         if self.kind == "discrete":
-            chosen: list[Any] = actions.tolist()
-            return [a + self.start for a in chosen] if self.start else chosen
-        low = np.array(self.low, actions.dtype).reshape(self.shape)
-        high = np.array(self.high, actions.dtype).reshape(self.shape)
-        return list(np.clip(actions, low, high))
+            if start == 0:
+                return lambda actions: actions.tolist()
+            return lambda actions: [action + start for action in actions.tolist()]
+        low = np.array(self.low, self.dtype).reshape(self.shape)
+        high = np.array(self.high, self.dtype).reshape(self.shape)
+        return lambda actions: list(np.clip(actions.astype(self.dtype), low, high))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +82,23 @@ class EnvSpecs:
     observation: tuple[Feature, ...]
     """One feature a key; a space that is no ``Dict`` has the key ``observation``."""
     action: ActionSpec
+    is_dict: bool = False
+    """The observation space is a ``Dict``."""
 
 
 def observation_features(space: spaces.Space[Any]) -> tuple[Feature, ...]:
     """Features of an observation space: ``Box``, or ``Dict`` of such, nested or not.
 
     Raises:
-        UnsupportedSpaceError: any other space.
+        UnsupportedSpaceError: any other space, or a key that a batch has already.
     """
     if isinstance(space, spaces.Dict):
+        taken = sorted(RESERVED_KEYS.intersection(space.spaces))
+        if taken:
+            raise UnsupportedSpaceError(
+                f"observation space has the keys {taken}, which a batch needs itself; rename them "
+                "with a gymnasium wrapper"
+            )
         return tuple(_dict_features(space, ()))
     return (_box_feature(space, ("observation",)),)
 
@@ -105,6 +137,7 @@ def action_spec(space: spaces.Space[Any]) -> ActionSpec:
             shape=tuple(space.shape),
             low=tuple(space.low.ravel().tolist()),
             high=tuple(space.high.ravel().tolist()),
+            dtype=space.dtype.name,
         )
     raise UnsupportedSpaceError(
         f"action space is {space}; supported: Discrete, or Box of floats. "
@@ -122,13 +155,12 @@ def read_specs(env: gymnasium.Env[Any, Any], name: str) -> EnvSpecs:
         name=name,
         observation=observation_features(env.observation_space),
         action=action_spec(env.action_space),
+        is_dict=isinstance(env.observation_space, spaces.Dict),
     )
 
 
 def pick(observation: Any, key: Key) -> Any:
-    """The part of an observation that a key names."""
-    if key == ("observation",) and not isinstance(observation, dict):
-        return observation
+    """The part of a ``Dict`` observation that a key names."""
     for name in key:
         observation = observation[name]
     return observation

@@ -7,6 +7,7 @@ and the 64 MB /dev/shm of a container does not limit it.
 import mmap
 import os
 import tempfile
+import weakref
 
 ALIGNMENT = 64
 """Bytes; every leaf starts on a cache line of its own."""
@@ -41,9 +42,9 @@ class Arena:
         if fd is None:
             os.ftruncate(self.fd, self.nbytes)
         self.buffer = mmap.mmap(self.fd, self.nbytes)
+        self._close = weakref.finalize(self, os.close, self.fd)
 
     def close(self) -> None:
         """Close the descriptor; the memory lives on until the last view of it is gone."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close()
+        self.fd = -1

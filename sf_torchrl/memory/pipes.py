@@ -17,8 +17,11 @@ _MESSAGE = struct.Struct("<4i")
 _READ_BYTES = 1 << 16  # the usual capacity of a pipe: 4,096 messages in one read
 
 
-class PipeClosedError(EOFError):
-    """The other end is gone: its process has ended or has closed the pipe."""
+class PipeClosedError(Exception):
+    """The other end is gone: its process has ended or has closed the pipe.
+
+    Nothing that an env could raise by itself, whose own broken pipes must not pass for ours.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ class PipeWriter:
         """Write one message; blocks only if thousands are waiting.
 
         Raises:
-            BrokenPipeError: no reader is left.
+            PipeClosedError: no reader is left.
         """
-        os.write(self.fd, _MESSAGE.pack(a, b, c, d))
+        try:
+            os.write(self.fd, _MESSAGE.pack(a, b, c, d))
+        except BrokenPipeError:
+            raise PipeClosedError from None
 
     def close(self) -> None:
         """Close this end."""

@@ -114,6 +114,11 @@ class WeightStore:
         return self._arena.fd
 
     @property
+    def sequence(self) -> int:
+        """Number of publications: it moves even where one repeats a version."""
+        return int(self._header[_DONE])
+
+    @property
     def version(self) -> int:
         """Version of the newest weights, in optimizer steps when a learner publishes."""
         return int(self._header[_VERSION + int(self._header[_DONE]) % 2])

@@ -89,5 +89,5 @@ class ActorCritic(TensorDictModuleBase):
         ]
         sample = interaction_type() in (InteractionType.RANDOM, None)
         for key, value in zip(self.out_keys, self.network.act(rows, sample), strict=True):
-            tensordict.set(key, value.view(*lead, *value.shape[1:]))
+            tensordict.set(key, value.view((*lead, *value.shape[1:])))
         return tensordict

@@ -131,7 +131,7 @@ class Encoder(nn.Module):
 
 
 class InputNormalizer(nn.Module):
-    """Observations as float32; floating-point ones by running mean and deviation if wanted.
+    """Observations as float32, normalized by running mean and deviation if wanted.
 
     Args:
         features: the observation keys.

@@ -72,7 +72,12 @@ class ActorCriticNetwork(nn.Module):
             )
         self.actor_head = nn.Linear(num_features, num_outputs)
         self.critic_head = nn.Linear(num_features, 1)
-        self.apply(partial(initialize, config=config))
+        # A torso of the user's own keeps the weights it came with.
+        ours: list[nn.Module] = [self.actor_head, self.critic_head]
+        if torso is None:
+            ours += [part for part in (self.torso, self.critic_torso) if part is not None]
+        for part in ours:
+            part.apply(partial(initialize, config=config))
         if specs.action.kind == "box" and config.adaptive_stddev:
             with torch.no_grad():
                 self.actor_head.bias[num_outputs // 2 :] = math.log(config.initial_stddev)

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 
-from sf_torchrl.envs.spaces import ActionSpec, EnvSpecs
+from sf_torchrl.envs.spaces import RESERVED_KEYS, ActionSpec, EnvSpecs
 from sf_torchrl.memory.slab import Feature, Key
 from sf_torchrl.models.actor_critic import ActorCritic
 from sf_torchrl.models.row_policy import NetworkPolicy, RowPolicy
@@ -79,8 +79,8 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
     """Run a copy of the policy once on zeros and see what it writes.
 
     Raises:
-        ValueError: it is no TensorDict module, reads a key that the env does not give, writes no
-            ``action``, or an action that does not fit the env.
+        ValueError: it is no TensorDict module, reads a key that the env does not give, raises,
+            writes no ``action``, an action that does not fit the env, or a key that is taken.
     """
     if not (hasattr(policy, "in_keys") and hasattr(policy, "out_keys")):
         raise ValueError(
@@ -94,13 +94,22 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
         raise ValueError(
             f"policy reads {_names(unknown)}; env {specs.name!r} observes {_names(given)}"
         )
+    taken = [key for key in out_keys if key in given or key[0] in RESERVED_KEYS - {"action"}]
+    if taken:
+        raise ValueError(f"policy writes {_names(taken)}, which a batch has already; rename them")
     if ("action",) not in out_keys:
         raise ValueError(f"policy writes {_names(out_keys)}, but no 'action'")
     count = 2
     # No keys read: the policy still needs to see how many actions are wanted.
     fake = fake_observations(specs, count)
-    with torch.random.fork_rng(devices=[]):
-        answer = copy.deepcopy(policy).eval()(fake)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            answer = copy.deepcopy(policy).cpu().eval()(fake)
+    except Exception as error:
+        raise ValueError(
+            f"the policy fails on observations of env {specs.name!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     outputs = []
     for key in out_keys:
         if key[-1].startswith("_"):  # private, as in TorchRL's collectors
@@ -110,6 +119,8 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
             raise ValueError(
                 f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs"
             )
+        if value.dtype is torch.bfloat16:
+            raise ValueError(f"policy writes {'.'.join(key)!r} as bfloat16; cast it to float32")
         outputs.append(
             Feature(key, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
         )
@@ -166,7 +177,7 @@ class TensorDictPolicy(RowPolicy):
 
 
 def as_row_policy(policy: nn.Module, io: PolicyIO, exploration_type: InteractionType) -> RowPolicy:
-    """The policy as the inference worker runs it: shares its parameters, is to be copied."""
-    if isinstance(policy, ActorCritic) and type(policy).forward is ActorCritic.forward:
+    """The policy as the inference worker runs it; shares its parameters."""
+    if type(policy) is ActorCritic:  # a subclass may act otherwise
         return NetworkPolicy(policy.network, exploration_type is InteractionType.RANDOM)
     return TensorDictPolicy(policy, io, exploration_type)

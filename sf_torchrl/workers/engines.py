@@ -7,7 +7,6 @@ so that what is debugged in one holds in the other.
 from __future__ import annotations
 
 import contextlib
-import copy
 import select
 import sys
 import time
@@ -23,7 +22,13 @@ import torch
 from sf_torchrl.config import CollectorConfig
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
-from sf_torchrl.memory.pipes import Message, PipeReader, PipeWriter, index_pipe
+from sf_torchrl.memory.pipes import (
+    Message,
+    PipeClosedError,
+    PipeReader,
+    PipeWriter,
+    index_pipe,
+)
 from sf_torchrl.memory.slab import WAITED, Key, Slab
 from sf_torchrl.memory.weights import WeightStore
 from sf_torchrl.models.row_policy import RowPolicy
@@ -35,7 +40,6 @@ from sf_torchrl.workers.supervisor import (
     Supervisor,
     WorkerError,
     discard_spare_inference_worker,
-    parent_thread_lasts,
     spawn,
     spawn_inference_worker,
 )
@@ -89,7 +93,6 @@ class EngineParts:
             env_seeds=self.env_seeds(worker),
             first_env=worker * config.num_envs_per_worker,
             num_envs=config.num_envs,
-            die_with_parent_thread=parent_thread_lasts(),
         )
 
 
@@ -98,6 +101,9 @@ class Engine(Protocol):
 
     def start(self) -> None:
         """Start whatever is needed; does not wait for it."""
+
+    def begin(self) -> None:
+        """The first batch is wanted now; in async mode the workers have begun already."""
 
     def next_full(self) -> int:
         """Wait for a full slot and return its index."""
@@ -119,7 +125,8 @@ class ProcessEngine:
         self._commands: list[PipeWriter] = []
         self._requests: PipeWriter | None = None
         self._full: PipeReader | None = None
-        self._first_slot_by: float | None = None
+        self._start_by = float("inf")
+        self._unheard = set(range(parts.config.num_workers))  # no rollout of theirs has come yet
         self._next_check_s = 0.0
 
     def start(self) -> None:
@@ -138,15 +145,14 @@ class ProcessEngine:
         slab_fd = parts.slab.arena.fd
         self._full, self._requests = full, requests_end
         self._commands = [writer for _, writer in command_pipes]
+        self._supervisor.children += [*workers, inference]
         try:
             for index, (child, (reader, _)) in enumerate(zip(workers, command_pipes, strict=True)):
-                self._supervisor.add(
-                    child,
+                child.setup(
                     parts.env_worker_config(index),
                     [slab_fd, reader.fd, requests_end.fd, full_end.fd],
                 )
-            self._supervisor.add(
-                inference,
+            inference.setup(
                 self._inference_config(),
                 [slab_fd, parts.store.fd, requests.fd, *(w.fd for w in self._commands)],
             )
@@ -155,7 +161,18 @@ class ProcessEngine:
             requests.close()
             for reader, _ in command_pipes:
                 reader.close()
-        self._first_slot_by = time.monotonic() + config.env_start_timeout_s
+        self._start_by = time.monotonic() + config.env_start_timeout_s
+        if config.async_mode:
+            self._tell_to_begin()
+
+    def begin(self) -> None:
+        """Let the workers begin, where they have waited for the first batch to be wanted."""
+        if not self._parts.config.async_mode:
+            self._tell_to_begin()
+
+    def _tell_to_begin(self) -> None:
+        for commands in self._commands:
+            _send_quietly(commands, (protocol.BEGIN, 0, 0, 0))  # of the dead, check() tells
 
     def _inference_config(self) -> InferenceWorkerConfig:
         parts = self._parts
@@ -167,9 +184,7 @@ class ProcessEngine:
             in_keys=parts.in_keys,
             out_keys=parts.out_keys,
             seed=parts.inference_seed,
-            num_workers=parts.config.num_workers,
             num_threads=parts.config.inference_threads,
-            die_with_parent_thread=parent_thread_lasts(),
         )
 
     def next_full(self) -> int:
@@ -184,31 +199,33 @@ class ProcessEngine:
 
     def _wait(self) -> None:
         assert self._full is not None, "start() comes first"
-        if time.monotonic() >= self._next_check_s:  # one may be dead while others still deliver
+        if time.monotonic() >= self._next_check_s:  # one may fail while others still deliver
             self._check()
         poll = select.poll()
         poll.register(self._full.fd, select.POLLIN)
         while not poll.poll(_POLL_MS):
             self._check()
-            self._check_start_time()
-        self._first_slot_by = None
         try:
-            self._full_slots.extend(slot for _, _, slot, _ in self._full.receive())
-        except EOFError:  # every env worker is gone
+            for worker, _, slot, _ in self._full.receive():
+                self._full_slots.append(slot)
+                self._unheard.discard(worker)
+        except PipeClosedError:  # every env worker is gone
             time.sleep(0.05)  # a moment to become a zombie
             self._supervisor.check()
             raise WorkerError("the env workers closed their pipes and still live") from None
 
     def _check(self) -> None:
+        """Look who lives, and who is late."""
         self._supervisor.check()
-        self._next_check_s = time.monotonic() + _POLL_MS / 1000
-
-    def _check_start_time(self) -> None:
-        if self._first_slot_by is not None and time.monotonic() > self._first_slot_by:
+        now = time.monotonic()
+        self._next_check_s = now + _POLL_MS / 1000
+        if self._unheard and now > self._start_by:
+            who = ", ".join(str(index) for index in sorted(self._unheard))
             raise WorkerError(
-                f"no rollout within env_start_timeout_s={self._parts.config.env_start_timeout_s}: "
-                f"env {self._parts.specs.name!r} hangs in its constructor, reset or first steps, "
-                "or needs a longer limit"
+                f"no rollout from env worker {who} within "
+                f"env_start_timeout_s={self._parts.config.env_start_timeout_s}: env "
+                f"{self._parts.specs.name!r} hangs in its constructor, reset or first steps, or "
+                "needs a longer limit"
             )
 
     def release(self, slot: int) -> None:
@@ -217,7 +234,7 @@ class ProcessEngine:
         worker = slot // (config.num_splits * config.num_slots_per_split)
         try:
             self._commands[worker].send(protocol.RELEASE, slot)
-        except BrokenPipeError:
+        except PipeClosedError:
             self._supervisor.check()
 
     def stop(self) -> None:
@@ -234,7 +251,7 @@ class ProcessEngine:
 
 
 def _send_quietly(pipe: PipeWriter, message: Message) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(PipeClosedError):
         pipe.send(*message)
 
 
@@ -256,11 +273,14 @@ class SerialEngine:
         views = SlabViews(parts.slab, parts.specs)
         self._splits = make_splits(parts.env_worker_config(0), views)
         self._server = PolicyServer(
-            copy.deepcopy(parts.policy), parts.slab, parts.store, parts.in_keys, parts.out_keys
+            parts.policy, parts.slab, parts.store, parts.in_keys, parts.out_keys
         )
         for split in self._splits:
             split.reset()
         self._waiting = list(range(len(self._splits)))
+
+    def begin(self) -> None:
+        """Nothing: nothing is done before it is asked for."""
 
     def next_full(self) -> int:
         """Step until a slot is full."""

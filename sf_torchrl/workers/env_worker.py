@@ -66,7 +66,7 @@ class EnvSplit:
         first_env: int,
         num_envs: int,
     ) -> None:
-        self._specs = specs
+        self._to_env = specs.action.adapter()
         self._views = views
         self._seeds = seeds
         self._free = deque(slots)
@@ -81,7 +81,7 @@ class EnvSplit:
         self._rewards = [0.0] * k
         self._returns = np.zeros(k)
         self._lengths = np.zeros(k, np.int64)
-        self._single_key = specs.observation[0].key == ("observation",)
+        self._single_key = not specs.is_dict
         self.slot = self._free.popleft()
         self.step_index = 0
 
@@ -99,6 +99,9 @@ class EnvSplit:
 
     def _write(self, leaves: list[Array], i: int, t: int, observation: Any) -> None:
         """Copy an observation at once: the env may reuse its buffer in the next step."""
+        if self._single_key:
+            leaves[0][self.slot, i, t] = observation
+            return
         for key, leaf in zip(self._views.keys, leaves, strict=True):
             leaf[self.slot, i, t] = pick(observation, key)
 
@@ -109,7 +112,7 @@ class EnvSplit:
         loop, and 8 us a split for what is written for all envs together.
         """
         views, slot, t = self._views, self.slot, self.step_index
-        actions = self._specs.action.to_env(views.action[slot, :, t])
+        actions = self._to_env(views.action[slot, :, t])
         rewards = self._rewards
         ended: list[int] = []
         next_rows = views.observation[0][slot, :, t + 1] if self._single_key else None
@@ -226,12 +229,12 @@ class EnvWorker:
 
     def run(self) -> None:
         """Step until told to stop or until the other processes are gone."""
-        for index, split in enumerate(self._splits):
+        for split in self._splits:
             split.reset()
-            self._request(index)
         handlers: dict[int, Callable[[int], None]] = {
             protocol.ACT: self._act,
             protocol.RELEASE: self._release,
+            protocol.BEGIN: self._begin,
         }
         now = time.perf_counter_ns
         while True:
@@ -246,6 +249,10 @@ class EnvWorker:
     def _request(self, index: int) -> None:
         split = self._splits[index]
         self._requests.send(self._worker, index, split.slot, split.step_index)
+
+    def _begin(self, _: int) -> None:
+        for index in range(len(self._splits)):
+            self._request(index)
 
     def _act(self, index: int) -> None:
         split = self._splits[index]
@@ -279,7 +286,7 @@ def _main(config: EnvWorkerConfig, fds: list[int]) -> None:
     worker = EnvWorker(config, slab, PipeReader(commands), PipeWriter(requests), PipeWriter(full))
     try:
         worker.run()
-    except (PipeClosedError, BrokenPipeError):
+    except PipeClosedError:
         pass
     finally:
         worker.close()

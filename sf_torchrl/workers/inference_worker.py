@@ -51,7 +51,12 @@ class PolicyServer:
         self._outputs = [slab.numpy(POLICY, *key) for key in out_keys]
         self._version_leaf = slab.numpy(POLICY, "policy_version")
         self._k = slab.layout.envs_per_slot
-        self.version = store.pull(policy.weights)
+        self._pull()
+
+    def _pull(self) -> None:
+        # Read first: a publication in between is then pulled at the next request.
+        self._sequence = self._store.sequence
+        self.version = self._store.pull(self._policy.weights)
 
     @torch.no_grad()
     def serve(self, requests: Sequence[Message]) -> None:
@@ -60,8 +65,8 @@ class PolicyServer:
         Hot path. Beyond the forward pass: 3 us to gather, and 4 us a request to write four outputs
         and the version.
         """
-        if self._store.version != self.version:
-            self.version = self._store.pull(self._policy.weights)
+        if self._store.sequence != self._sequence:
+            self._pull()
         where = [(slot, t) for _, _, slot, t in requests]
         gathered = [
             torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
@@ -85,7 +90,7 @@ def serve_forever(
     """Serve until told to stop.
 
     Raises:
-        PipeClosedError, BrokenPipeError: the other processes are gone.
+        PipeClosedError: the other processes are gone.
     """
     now = time.perf_counter_ns
     while True:
@@ -126,7 +131,7 @@ def _main(config: InferenceWorkerConfig, fds: list[int]) -> None:
         config.in_keys,
         config.out_keys,
     )
-    with contextlib.suppress(PipeClosedError, BrokenPipeError):
+    with contextlib.suppress(PipeClosedError):
         serve_forever(
             server, PipeReader(requests), [PipeWriter(fd) for fd in workers], slab.numpy(WAITED)
         )

@@ -6,10 +6,11 @@ Free of torch: env workers use it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import fcntl
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -22,17 +23,21 @@ from typing import Any
 
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
+from sf_torchrl.memory.pipes import PipeClosedError
 from sf_torchrl.memory.slab import SlabLayout
 
-# Messages to an env worker: (ACT, split, 0, 0), (RELEASE, slot, 0, 0), (STOP, 0, 0, 0).
+# Messages to an env worker: (ACT, split, 0, 0), (RELEASE, slot, 0, 0), (STOP, 0, 0, 0),
+# (BEGIN, 0, 0, 0).
 ACT = 0  # the actions of a split's current step lie in the slab
 RELEASE = 1  # the learner has copied a slot: it may be written again
 STOP = 2
+BEGIN = 3  # ask for the first actions: in sync mode not before the first batch is wanted
 # Requests to the inference worker: (worker, split, slot, step); STOP is worker -1.
 # Announcements to the collector: (worker, split, slot, 0): the slot holds a finished rollout.
 STOP_INFERENCE = -1
 
 _HEADER = struct.Struct("<QI")  # bytes of the payload, number of descriptors
+_MAX_REPORT = 16_384  # characters
 _FDS_A_MESSAGE = 64  # the kernel's limit is 253
 
 
@@ -52,8 +57,6 @@ class EnvWorkerConfig:
     """Index of the first env among those of all workers."""
     num_envs: int
     """Envs of all workers: trajectory ids count in steps of it."""
-    die_with_parent_thread: bool
-    """The parent's starting thread lives as long as the parent: PR_SET_PDEATHSIG may be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,7 @@ class InferenceWorkerConfig:
     in_keys: tuple[Any, ...]
     out_keys: tuple[Any, ...]
     seed: int
-    num_workers: int
     num_threads: int
-    die_with_parent_thread: bool
 
 
 def slot_of(worker: int, split: int, num_splits: int, num_slots_per_split: int) -> int:
@@ -133,7 +134,7 @@ def run_child(main: Callable[[Any, list[int]], None]) -> None:
         config, fds = receive_setup(control)
     except EOFError:
         return
-    _die_with_parent(control, config.die_with_parent_thread)
+    _die_with_parent(control)
     with _reported(control):
         report(control, "started")
         main(config, fds)
@@ -144,23 +145,35 @@ def _reported(control: socket.socket) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # an env may raise SystemExit: a failure like any other
-        if not isinstance(error, (BrokenPipeError, EOFError)):  # those follow from another's death
-            report(control, "error", error=repr(error), traceback=traceback.format_exc())
+        if not isinstance(error, PipeClosedError):  # that follows from another's death
+            # The parent reads it once this process has ended: it must fit the socket's buffer.
+            trace = traceback.format_exc()[-_MAX_REPORT:]
+            report(control, "error", error=repr(error)[:_MAX_REPORT], traceback=trace)
         os._exit(1)
 
 
-def _die_with_parent(control: socket.socket, use_pdeathsig: bool) -> None:
-    """End with the parent, even while stuck in an env's C code that holds the GIL."""
+def _die_with_parent(control: socket.socket) -> None:
+    """End with the parent, and with whatever the env has started, however the parent ends.
 
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while control.recv(1):
-                pass
-        with contextlib.suppress(OSError):
-            os.killpg(0, signal.SIGKILL)  # our own group: what the env has started ends too
-        os._exit(1)
+    End of file on the socket is the sign. On Linux the kernel answers it with SIGKILL to the whole
+    process group, so that it works while an env holds the interpreter's lock; elsewhere a thread
+    does. The parent sends nothing after the setup.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(control, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(control, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(control, fcntl.F_GETFL)
+        fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
+        if select.select([control], [], [], 0)[0]:  # it went before this was armed
+            os._exit(1)
+    else:
+        threading.Thread(target=_watch, args=[control], daemon=True).start()
 
-    threading.Thread(target=watch, daemon=True).start()
-    if use_pdeathsig and sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+def _watch(control: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while control.recv(1):
+            pass
+    with contextlib.suppress(OSError):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +82,9 @@ class Child:
 
     def read_reports(self) -> None:
         """Take in what the child has reported so far, without waiting."""
-        while select.select([self.control], [], [], 0)[0]:
+        poll = select.poll()  # select() refuses descriptors from 1024 on
+        poll.register(self.control, select.POLLIN)
+        while poll.poll(0):
             try:
                 data = self.control.recv(1 << 16)
             except OSError:
@@ -153,21 +154,11 @@ def _start_inference_worker() -> Child:
     return spawn("sf_torchrl.workers.inference_worker", "inference worker")
 
 
-def parent_thread_lasts() -> bool:
-    """True where children may ask to be killed with the thread that started them."""
-    return threading.current_thread() is threading.main_thread()
-
-
 class Supervisor:
     """The children of one collector, from start to end."""
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-
-    def add(self, child: Child, config: Any, fds: list[int]) -> None:
-        """Take charge of a child and set it going."""
-        self.children.append(child)
-        child.setup(config, fds)
 
     def check(self) -> None:
         """Notice deaths; cheap.

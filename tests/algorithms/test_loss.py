@@ -843,3 +843,28 @@ def test_trains_the_policy_it_was_given_and_not_a_copy():
 def test_impossible_coefficients_are_refused_with_their_value(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         dataclasses.replace(LossConfig(), **{name: value})
+
+
+@pytest.mark.parametrize("keys", [["action_log_prob"], ["advantage", "value_target"]])
+def test_with_gae_too_nothing_of_last_dimension_one_is_broadcast(keys):
+    """B = T, so that [B, T] against [B, T, 1] would go through without a word."""
+    policy, batch = table_case(B=6, T=6)
+    loss = APPOLoss(policy, LossConfig(with_vtrace=False))
+    loss.returns(batch)
+    want = loss(batch)
+    for key in keys:
+        batch[key] = batch[key].unsqueeze(-1)
+    assert_same_bits(loss(batch), want)
+
+
+@pytest.mark.parametrize("method", ["forward", "returns"])
+def test_a_batch_that_is_not_of_rollouts_is_refused_with_its_shape(method):
+    policy, batch = table_case(B=1, T=6)
+    with pytest.raises(ValueError, match=r"\[B, T\], got batch size \[6\]"):
+        getattr(APPOLoss(policy), method)(batch[0])
+
+
+def test_the_policy_acts_in_a_single_env_of_torchrl():
+    policy = ActorCritic.for_env("CartPole-v1", encoder_mlp_layers=(16,))
+    answer = policy(TensorDict({"observation": torch.zeros(4)}, batch_size=[]))
+    assert [tuple(answer[key].shape) for key in policy.out_keys] == [(2,), (), (), (1,)]

@@ -1,8 +1,10 @@
 """The command line: real processes where a process is the point, ``cli.run`` elsewhere."""
 
+import contextlib
 import csv
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -207,8 +209,13 @@ def short_run(tmp_path_factory):
     return folder
 
 
+COUNTERS = ("env_steps", "train_batches", "policy_version", "skipped_minibatches")
+
+
 def saved(path):
-    return torch.load(path, weights_only=True)["sf_torchrl"]
+    """The learner's counters in a checkpoint."""
+    entry = torch.load(path, weights_only=True)["sf_torchrl"]
+    return {name: entry[name] for name in COUNTERS}
 
 
 def logged_steps(run_folder, version):
@@ -230,12 +237,11 @@ def test_fit_leaves_config_checkpoints_and_logs(trained):
     assert config["model"]["loss"]["gamma"] == 0.99  # the default
     for name in ("last", "best", "env_steps-000000008192"):
         assert saved(folder / "checkpoints" / f"{name}.ckpt")["env_steps"] <= 8192
-    assert saved(folder / "checkpoints" / "last.ckpt") | {"network": None} == {
+    assert saved(folder / "checkpoints" / "last.ckpt") == {
         "env_steps": 8192,
         "train_batches": 4,
         "policy_version": 8,
         "skipped_minibatches": 0,
-        "network": None,
     }
     assert logged_steps(folder, 0)[-1] == 8192
     assert list(folder.glob("tensorboard/version_0/events.out.tfevents.*"))
@@ -267,13 +273,12 @@ def test_ckpt_path_last_continues_where_the_run_stopped(trained, tmp_path):
 def test_a_finished_run_that_is_continued_ends_at_once(run, short_run, tmp_path):
     shutil.copytree(short_run, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "checkpoints" / "last.ckpt"
-    before = torch.load(path, weights_only=True)
+    counters, weights = saved(path), torch.load(path, weights_only=True)["state_dict"]
     code, _, _ = run(*small(tmp_path, "--ckpt_path=last"))
-    after = torch.load(path, weights_only=True)
     assert code == 0
-    assert after["sf_torchrl"] == before["sf_torchrl"]
-    for name, value in before["state_dict"].items():
-        assert torch.equal(after["state_dict"][name], value)
+    assert saved(path) == counters
+    for name, value in torch.load(path, weights_only=True)["state_dict"].items():
+        assert torch.equal(value, weights[name])
 
 
 def test_a_checkpoint_that_is_not_there_is_no_fresh_start(refused, tmp_path):
@@ -626,14 +631,21 @@ def test_a_foreign_or_damaged_file_is_one_line(refused, short_run, tmp_path, spo
     assert f"'{path}' is no checkpoint of sf-torchrl fit" in line
 
 
-def test_a_file_with_code_in_it_is_not_run(refused, tmp_path):
+@pytest.mark.parametrize("command", ["evaluate", "fit"])
+def test_code_in_a_checkpoint_is_not_run(run, short_run, tmp_path, command):
     class Trap:
         def __reduce__(self):
             return (open, (str(tmp_path / "sprung"), "w"))
 
     path = tmp_path / "x.ckpt"
-    torch.save({"sf_torchrl": {"network": {}}, "state_dict": Trap()}, path)
-    refused("evaluate", f"--checkpoint={path}", "--env=CartPole-v1")
+    good = torch.load(short_run / "checkpoints" / "last.ckpt", weights_only=True)
+    torch.save(good | {"trap": Trap()}, path)
+    with contextlib.suppress(pickle.UnpicklingError):
+        if command == "evaluate":
+            code, _, _ = run("evaluate", f"--checkpoint={path}", "--env=CartPole-v1")
+        else:
+            code, _, _ = run(*small(tmp_path, f"--ckpt_path={path}", "--data.env_steps=1024"))
+        assert code == 2
     assert not (tmp_path / "sprung").exists()
 
 
@@ -643,3 +655,54 @@ def test_a_missing_checkpoint_and_no_episodes_are_one_line(refused, short_run):
     assert "num_episodes=0" in refused("evaluate", f"--checkpoint={path}", "--episodes=0")
     assert "checkpoint" in refused("evaluate")
     assert refused("evaluate", f"--checkpont={path}").endswith("did you mean 'checkpoint'?")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("trainer.enable_checkpointing=false", ["enable_checkpointing"]),
+        ("trainer.max_epochs=-5", ["max_epochs", "-5"]),
+        ("trainer.gradient_clip_val=1", ["gradient clipping", "manual optimization"]),
+    ],
+)
+def test_what_lightning_cannot_do_is_one_line(refused, tmp_path, option, words):
+    line = refused(*small(tmp_path, f"--{option}"))
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    "change", ["--model.network.encoder_mlp_layers=[32]", "--data.env=Acrobot-v1"]
+)
+def test_resuming_with_another_network_is_one_line_and_changes_no_file(
+    refused, short_run, tmp_path, change
+):
+    shutil.copytree(short_run, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    before = path.read_bytes()
+    line = refused(*small(tmp_path, "--ckpt_path=last", "--data.env_steps=1024", change))
+    assert "size mismatch" in line
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"epoch 3\n"], ids=["empty", "text"])
+@pytest.mark.parametrize("command", ["fit", "evaluate"])
+def test_a_foreign_file_is_one_line_for_both_commands(refused, tmp_path, command, content):
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(content)
+    if command == "fit":
+        line = refused(*small(tmp_path, f"--ckpt_path={path}"))
+    else:
+        line = refused("evaluate", f"--checkpoint={path}", "--env=CartPole-v1")
+    assert f"'{path}' is no checkpoint of sf-torchrl fit" in line
+
+
+def test_a_checkpoint_without_weights_is_one_line(refused, tmp_path):
+    path = tmp_path / "x.ckpt"
+    torch.save({"sf_torchrl": {"network": {}}}, path)
+    line = refused("evaluate", f"--checkpoint={path}", "--env=CartPole-v1")
+    assert "state_dict" in line
+
+
+def test_a_module_that_is_not_there_is_one_line(refused, tmp_path):
+    assert "no module 'nowhere'" in refused(*small(tmp_path, env="nowhere:env"))

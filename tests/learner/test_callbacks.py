@@ -454,3 +454,51 @@ def test_on_a_terminal_the_two_lines_are_rewritten_in_place(tmp_path, monkeypatc
     frames = sys.stderr.getvalue().split("\x1b[2F\x1b[J")
     assert len(frames) == 4  # three batches and the end, each over the one before
     assert all(frame.count("\n") == 2 for frame in frames)
+
+
+def test_a_resume_that_fails_does_not_replace_the_checkpoint(tmp_path):
+    """Its counters were taken back before its weights turned out not to fit."""
+    fit(tmp_path, [{}] * 3, EnvStepCheckpoint())
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    before = path.read_bytes()
+    policy = make_policy(units=32)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=-1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[EnvStepCheckpoint()],
+    )
+    data = RolloutDataModule(Scripted(policy, [{}]))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        trainer.fit(APPOModule(policy), datamodule=data, ckpt_path="last")
+    assert path.read_bytes() == before
+
+
+def test_the_collector_is_shut_down_though_the_disk_is_full(tmp_path, monkeypatch):
+    ended = []
+
+    def disk_full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Scripted, "shutdown", lambda self: ended.append(self))
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        fit(tmp_path, [{}] * 5, EnvStepCheckpoint(save_every_s=ALWAYS))
+    assert ended
+
+
+def test_a_fast_dev_run_saves_nothing(tmp_path):
+    fit(tmp_path, [{}] * 3, EnvStepCheckpoint(save_every_s=ALWAYS), fast_dev_run=True)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_reports_can_be_read_while_the_run_goes_on(tmp_path):
+    """A killed run leaves what it logged."""
+    rows = []
+    look = Look(lambda batch_idx: rows.append(len(logged(tmp_path)) if batch_idx else 0))
+    fit(tmp_path, [WORKING] * 4, StatsReporter(ALWAYS), look, logger=CSVLogger(tmp_path))
+    assert rows == [0, 1, 2, 3]

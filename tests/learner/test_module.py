@@ -766,3 +766,82 @@ def test_trains_on_torchrls_own_collector_and_renews_its_weights():
         policy.load_state_dict(weights)
         again = policy(batch.select("observation"))
         torch.testing.assert_close(again["state_value"], batch["state_value"])
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
+def test_at_zero_lag_every_ratio_is_one_though_the_normalizer_learns(num_workers):
+    """Who acts next normalizes as the learner will (learning rate 0)."""
+    policy = make_policy(normalize_input=True)
+    module = Watched(policy, learner=LearnerConfig(learning_rate=0.0, num_minibatches=2))
+    collector = serial_collector(
+        policy, num_workers=num_workers, async_mode=False, total_frames=8 * 64
+    )
+    deviations = []
+
+    class Note(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            pl_module._next_diagnostics_s = 0.0  # for each batch, not twice a second
+            deviations.append(pl_module.last_metrics["train/ratio_deviation_max"].item())
+
+    make_trainer(callbacks=[Note()]).fit(module, datamodule=RolloutDataModule(collector))
+    assert len(deviations) == 8
+    assert max(deviations) < 1e-5
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["all fresh", "some stale"])
+@pytest.mark.parametrize("key", ["mask", ("collector", "mask")], ids=["mask", "TorchRL's"])
+def test_a_mask_that_comes_with_the_batch_holds_for_weights_and_normalizer(key, stale):
+    policy = make_policy(normalize_input=True)
+    version = torch.full((8, 6), 50)
+    version[:, 5] = 0 if stale else 50
+    batch = make_batch(policy, version=version)
+    batch[key] = torch.rand(8, 6, generator=torch.Generator().manual_seed(0)) < 0.7
+    dirty = batch.clone()
+    dirty["observation"][~batch[key]] = NAN
+    trained = []
+    for given in (batch, dirty):
+        module = learner_at(50, copy.deepcopy(policy), max_policy_lag=10)
+        fit(module, [given])
+        trained.append(snapshot(module.policy))
+    assert_same_bits(*trained)
+    assert differ(trained[0], snapshot(policy))
+
+
+def test_resuming_continues_the_shuffling(tmp_path):
+    batches = make_batches(make_policy(), 6)
+
+    def learner(seed):
+        policy = make_policy(seed=seed)
+        torch.manual_seed(7)
+        settings = LearnerConfig(num_minibatches=2, learning_rate=0.01, shuffle_minibatches=True)
+        return APPOModule(policy, learner=settings)
+
+    whole = learner(0)
+    trainer, _ = fit(whole, batches)
+    want = learner_state(trainer, whole)
+    path = tmp_path / "half.ckpt"
+    trainer, _ = fit(learner(0), batches[:3])
+    trainer.save_checkpoint(path)
+    resumed = learner(1)
+    trainer, _ = fit(resumed, batches, ckpt_path=path)
+    assert_same_bits(learner_state(trainer, resumed), want)
+
+
+def test_steps_of_a_torchrl_collector_that_tracks_versions_are_fresh():
+    """It counts publications, of which the first comes before the first optimizer step."""
+    policy = make_policy()
+    env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    collector = Collector(
+        env,
+        copy.deepcopy(policy),
+        frames_per_batch=64,
+        total_frames=320,
+        track_policy_version=True,
+        auto_register_policy_transforms=False,
+        postproc=lambda batch: batch.unsqueeze(0),  # [B, T]
+    )
+    module = APPOModule(policy)
+    make_trainer().fit(module, datamodule=RolloutDataModule(collector))
+    assert module.policy_version == 5
+    assert max(lag.max for lag in module.recent_lag) <= 1  # TorchRL's label of a batch's first step
+    assert [lag.dropped_fraction for lag in module.recent_lag] == [0.0] * 5

@@ -98,7 +98,7 @@ def test_a_pipe_is_open_until_its_last_writer_has_gone(pipe):
 def test_writing_to_nobody_is_an_error(pipe):
     reader, writer = pipe
     reader.close()
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(PipeClosedError):
         writer.send(1)
 
 
