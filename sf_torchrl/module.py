@@ -217,13 +217,15 @@ class APPOModule(pl.LightningModule):
         the statistics that the learner will look at it with: the ratio at zero lag is one.
 
         Returns:
-            Whether there are statistics to update.
+            Whether there are statistics, and an unmasked step to update them from.
         """
         normalizer = getattr(self.policy, "normalizer", None)
         if normalizer is None or not normalizer.active:
             return False
-        observations = [batch.get(key) for key in self.policy.in_keys]
-        normalizer.update(observations, self.loss.mask(batch))
+        mask = self.loss.mask(batch)
+        if mask is not None and not bool(mask.any()):
+            return False
+        normalizer.update([batch.get(key) for key in self.policy.in_keys], mask)
         return True
 
     # -- checkpoints -----------------------------------------------------------------------------

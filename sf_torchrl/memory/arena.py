@@ -42,9 +42,11 @@ class Arena:
         if fd is None:
             os.ftruncate(self.fd, self.nbytes)
         self.buffer = mmap.mmap(self.fd, self.nbytes)
-        self._close = weakref.finalize(self, os.close, self.fd)
+        # Ours to close when forgotten; one that was given has its own owner.
+        self._close = weakref.finalize(self, os.close, self.fd) if fd is None else None
 
     def close(self) -> None:
         """Close the descriptor; the memory lives on until the last view of it is gone."""
-        self._close()
+        if self._close is not None:
+            self._close()
         self.fd = -1

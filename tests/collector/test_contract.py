@@ -569,4 +569,5 @@ def test_an_error_of_an_env_in_the_main_process_is_the_envs_own(make_collector):
     collector = make_collector(partial(FaultyEnv, "raise", at=7))
     with pytest.raises(RuntimeError, match="on fire"):
         collected(collector, 2)
-    assert collected(collector, 1) == []  # it has been shut down
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        collected(collector, 1)

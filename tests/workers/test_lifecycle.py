@@ -121,7 +121,8 @@ def test_a_collector_that_was_never_started_can_be_shut_down(make_collector, fam
     collector = make_collector(CountingEnv, num_workers=1)
     assert family.members() == {}
     collector.shutdown()
-    assert list(collector) == []
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        next(iter(collector))
 
 
 def test_a_collector_can_be_shut_down_while_its_workers_start(make_collector, family):
