@@ -68,7 +68,7 @@ def _one_line(message: str, parser: jsonargparse.ArgumentParser) -> str:
     if unknown:
         name = unknown.group(1) or unknown.group(2)
         known = _option_names(parser)
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
         if close and close[0] != name:
             text += f"; did you mean '{close[0]}'?"
     return text
@@ -177,6 +177,7 @@ def _fit(arguments: Sequence[str]) -> None:
             "default_root_dir": "runs/default",
             "accelerator": "cpu",
         },
+        auto_configure_optimizers=False,  # LearnerConfig says; another one: override the method
         seed_everything_default=True,
         args=list(arguments),
     )

@@ -12,7 +12,7 @@ from torchrl.objectives import LossModule
 
 from sf_torchrl.algorithms.advantages import gae, normalize_advantage
 from sf_torchrl.algorithms.distributions import ActionDistribution
-from sf_torchrl.algorithms.vtrace import bootstrap_positions, vtrace
+from sf_torchrl.algorithms.vtrace import bootstrap_positions, fill_next_value, vtrace
 from sf_torchrl.config import LossConfig
 
 
@@ -204,8 +204,9 @@ class APPOLoss(LossModule):
             log_prob=_spread(log_prob, done.shape, mask),
             entropy=_spread(entropy, done.shape, mask),
             value=step_value,
-            # Zero where it is not read: bootstrap_positions are all that is.
-            next_value=torch.zeros_like(step_value).masked_scatter_(needed, value[count:].detach()),
+            next_value=fill_next_value(
+                step_value.detach(), value[count:].detach(), needed, terminated
+            ),
         )
 
     def _flag(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
