@@ -187,9 +187,6 @@ def _fit(arguments: Sequence[str]) -> None:
         print(f"done; try: sf-torchrl evaluate --checkpoint {path}")
 
 
-# -- evaluate ------------------------------------------------------------------------------------
-
-
 def evaluate(
     checkpoint: str,
     episodes: int = 100,
@@ -282,8 +279,6 @@ def _evaluate(arguments: Sequence[str]) -> None:
     parsed = parser.parse_args(list(arguments[1:]))
     evaluate(**parsed.as_dict())
 
-
-# -- main ----------------------------------------------------------------------------------------
 
 _COMMANDS = {"fit": _fit, "evaluate": _evaluate}
 _HELP = """usage: sf-torchrl {fit,evaluate} [options]

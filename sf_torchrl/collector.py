@@ -21,7 +21,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
@@ -41,19 +40,10 @@ from sf_torchrl.models.policy_io import (
     read_policy_io,
 )
 from sf_torchrl.workers.engines import Engine, EngineParts, ProcessEngine, SerialEngine
+from sf_torchrl.workers.supervisor import check_picklable
 
 RETURN_WINDOW = 100
 """Episodes over which mean return and length are reported; Sample Factory's stats_avg."""
-
-
-def _check_picklable(name: str, value: object) -> None:
-    try:
-        cloudpickle.dumps(value)
-    except Exception as error:
-        raise ValueError(
-            f"{name} cannot be sent to a worker process: {type(error).__name__}: {error}. Make "
-            "what cannot be pickled inside it, or use num_workers=0"
-        ) from error
 
 
 class SharedMemoryCollector(BaseCollector):
@@ -138,8 +128,8 @@ class SharedMemoryCollector(BaseCollector):
         self.policy: nn.Module = RandomPolicy(self.env_specs.action) if policy is None else policy
         self._io: PolicyIO = read_policy_io(self.policy, self.env_specs)
         if num_workers:
-            _check_picklable("create_env_fn", create_env_fn)
-            _check_picklable("policy", self.policy)
+            check_picklable("create_env_fn", create_env_fn)
+            check_picklable("policy", self.policy)
         self.weight_store = WeightStore(self.policy)
         self.exploration_type = exploration_type
         self._seed = torch.initial_seed() if seed is None else int(seed)
@@ -155,8 +145,6 @@ class SharedMemoryCollector(BaseCollector):
         # Read by TorchRL's Trainer and stats.
         self.init_random_frames = 0
         self.requested_frames_per_batch = self.frames_per_batch = frames_per_batch
-
-    # -- running ---------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the workers without waiting for them; the first batch does it otherwise.
@@ -277,8 +265,6 @@ class SharedMemoryCollector(BaseCollector):
             self._slab.close()
             del self._assembler, self._slab  # and with them the memory
 
-    # -- weights ---------------------------------------------------------------------------------
-
     @property
     def policy_version(self) -> int:
         """Version of the newest weights published, in calls of update_policy_weights_."""
@@ -318,8 +304,6 @@ class SharedMemoryCollector(BaseCollector):
     ) -> None:
         """Publish weights (those of the policy given at construction when None)."""
         self.weight_store.publish(self.policy if policy_or_weights is None else policy_or_weights)
-
-    # -- state -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed envs and action sampling; before the workers start.
@@ -364,8 +348,6 @@ class SharedMemoryCollector(BaseCollector):
         self._seed = int(state_dict["seed"])
         self._generation = int(state_dict["generation"]) + 1
         self.weight_store.publish(self.policy, version=int(state_dict["policy_version"]))
-
-    # -- what is going on ------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's counters, and what the last 100 episodes and the workers are doing.

@@ -97,8 +97,6 @@ class APPOModule(pl.LightningModule):
         self._minibatch_generator = torch.Generator()
         self._resumed = False
 
-    # -- Lightning -------------------------------------------------------------------------------
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam with Sample Factory's settings; override for another."""
         learner = self.learner
@@ -137,8 +135,6 @@ class APPOModule(pl.LightningModule):
         self.env_steps += batch.numel()
         self.train_batches += 1
         self.busy_s += time.perf_counter() - began
-
-    # -- one batch -------------------------------------------------------------------------------
 
     def _mask_stale(self, batch: TensorDictBase) -> None:
         """Write ``mask`` where a step is stale. Lag is as of the batch's start."""
@@ -227,8 +223,6 @@ class APPOModule(pl.LightningModule):
             return False
         normalizer.update([batch.get(key) for key in self.policy.in_keys], mask)
         return True
-
-    # -- checkpoints -----------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the counters."""

@@ -126,8 +126,6 @@ class APPOLoss(LossModule):
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         """Nothing to forward to: advantages are computed here."""
 
-    # -- forward ---------------------------------------------------------------------------------
-
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Losses and diagnostics of a batch or minibatch ``[B, T]``.
 

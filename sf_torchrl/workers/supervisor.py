@@ -154,6 +154,21 @@ def _start_inference_worker() -> Child:
     return spawn("sf_torchrl.workers.inference_worker", "inference worker")
 
 
+def check_picklable(name: str, value: object) -> None:
+    """Before any process starts.
+
+    Raises:
+        ValueError: a worker process could not be given it.
+    """
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be sent to a worker process: {type(error).__name__}: {error}. Make "
+            "what cannot be pickled inside it, or use num_workers=0"
+        ) from error
+
+
 class Supervisor:
     """The children of one collector, from start to end."""
 

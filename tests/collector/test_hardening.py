@@ -182,7 +182,8 @@ class Greedy(ActorCritic):
 
 def test_an_actor_critic_with_more_weights_is_a_policy(make_collector):
     policy = WithAuxiliaryHead.for_env("CartPole-v1", encoder_mlp_layers=(8,))
-    next(iter(make_collector("CartPole-v1", policy)))
+    batch = next(iter(make_collector("CartPole-v1", policy)))
+    assert batch["action"].shape == (4, 5)
 
 
 def test_an_actor_critic_that_acts_otherwise_does_so_while_collecting(make_collector):
@@ -228,4 +229,5 @@ def test_a_policy_in_double_precision_gives_the_env_actions_of_its_space(make_co
         in_keys=["observation"],
         out_keys=["action"],
     )
-    next(iter(make_collector(Double, policy)))
+    batch = next(iter(make_collector(Double, policy)))
+    assert batch["action"].dtype is torch.float64  # the batch has what the policy said
