@@ -206,6 +206,8 @@ def evaluate(
         seed: seed of envs and sampling.
         json: print one JSON object as the last line.
     """
+    if not Path(checkpoint).is_file():
+        raise UsageError(f"there is no checkpoint {checkpoint!r}")
     policy = load_policy(checkpoint, env_name := env or _trained_env(Path(checkpoint)))
     result = evaluate_policy(
         policy, env_name, episodes, deterministic=deterministic, seed=seed
@@ -251,8 +253,6 @@ def load_policy(checkpoint: str, env: str) -> ActorCritic:
     Raises:
         UsageError: the file is no checkpoint of ours, or the env does not fit it.
     """
-    if not Path(checkpoint).is_file():
-        raise UsageError(f"there is no checkpoint {checkpoint!r}")
     network, state = _read_checkpoint(checkpoint)
     policy = ActorCritic(try_out(env), network)
     prefix = "policy."

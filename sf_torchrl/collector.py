@@ -349,6 +349,16 @@ class SharedMemoryCollector(BaseCollector):
         self._generation = int(state_dict["generation"]) + 1
         self.weight_store.publish(self.policy, version=int(state_dict["policy_version"]))
 
+    def count_from(self, frames: int) -> None:
+        """Take ``frames`` env steps as collected so far; before the workers start.
+
+        Raises:
+            RuntimeError: the workers run already.
+        """
+        if self._engine is not None:
+            raise RuntimeError("count_from must be called before the collector starts")
+        self._frames = frames
+
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's counters, and what the last 100 episodes and the workers are doing.
 

@@ -16,6 +16,9 @@ from sf_torchrl.config import CollectorConfig
 from sf_torchrl.envs.factory import try_out
 from sf_torchrl.envs.spaces import EnvSpecs
 
+_SPARE_BATCHES = 1_000
+"""Interrupts that a run may survive before Lightning's count of batches ends it early."""
+
 
 class RolloutLoader:
     """A collector as Lightning wants to read it: with a length, so that nothing is prefetched.
@@ -124,8 +127,18 @@ class RolloutDataModule(pl.LightningDataModule):
             )
 
     def train_dataloader(self) -> RolloutLoader:
-        """The collector, as Lightning reads it."""
-        return RolloutLoader(self.collector, self._epoch_length(), self._end_run)
+        """The collector, as Lightning reads it.
+
+        Where a run goes on, the learner's count of env steps is what is left to reach: a batch
+        that an interrupt cost is collected again, and Lightning's own count of batches, which has
+        it as done, must not end the epoch.
+        """
+        length = self._epoch_length()
+        trained = getattr(self.trainer.lightning_module, "env_steps", 0) if self.trainer else 0
+        if trained and isinstance(self.collector, SharedMemoryCollector):
+            self.collector.count_from(trained)
+            length += _SPARE_BATCHES
+        return RolloutLoader(self.collector, length, self._end_run)
 
     def _epoch_length(self) -> int:
         if self.batches_per_epoch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -60,6 +61,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self.keep_checkpoints = keep_checkpoints
         self.best_mean_return = float("-inf")
         self._began_with: int | None = None  # policy_version
+        self._is_ours = False  # what lies in the directory is of this run
         self._next_s = self._next_best_s = 0.0
 
     def directory(self, trainer: pl.Trainer) -> Path:
@@ -82,6 +84,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         """Start the clocks."""
         assert isinstance(pl_module, APPOModule)
         self._began_with = pl_module.policy_version
+        self._is_ours = self._began_with > 0  # a run that goes on, goes on in its directory
         now = time.monotonic()
         self._next_s, self._next_best_s = now + self.save_every_s, now + self.save_best_every_s
 
@@ -134,6 +137,17 @@ class EnvStepCheckpoint(ModelCheckpoint):
                 what = "interrupted" if isinstance(exception, signals) else "failed"
                 print(f"{what}: saved {path}; go on with --ckpt_path last", file=sys.stderr)
 
+    def _put_earlier_run_aside(self, trainer: pl.Trainer) -> None:
+        """A run that is not continued keeps its checkpoints, under another name."""
+        directory = self.directory(trainer)
+        if not (directory / LAST).exists():
+            return
+        names = (f"{directory.name}-{number}" for number in itertools.count(1))
+        aside = next(p for p in map(directory.with_name, names) if not p.exists())
+        directory.rename(aside)
+        directory.mkdir()
+        print(f"the checkpoints of an earlier run are now in {aside}", file=sys.stderr)
+
     def _save_if_best(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, APPOModule)
         stats = collector_stats(trainer)
@@ -162,6 +176,9 @@ class EnvStepCheckpoint(ModelCheckpoint):
             old.unlink(missing_ok=True)
 
     def _save(self, trainer: pl.Trainer, name: str) -> Path:
+        if not self._is_ours and trainer.is_global_zero:
+            self._put_earlier_run_aside(trainer)
+        self._is_ours = True
         path = self.directory(trainer) / name
         temporary = path.with_name(f".{name}.tmp")
         trainer.save_checkpoint(temporary)

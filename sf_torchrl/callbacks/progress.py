@@ -17,7 +17,7 @@ _WIDTH = 20
 
 
 class EnvStepsProgressBar(ProgressBar):
-    """Two lines, rewritten in place on a terminal and repeated every few seconds elsewhere.
+    """Three lines, rewritten in place on a terminal and repeated every few seconds elsewhere.
 
     Args:
         every_s: seconds between refreshes on a terminal.
@@ -102,8 +102,7 @@ class EnvStepsProgressBar(ProgressBar):
 
     def _describe(self, trainer: pl.Trainer, module: APPOModule) -> str:
         metrics = self._meter.measure(trainer, module)
-        first = (
-            f"{self._progress(trainer, module)}  "
+        speed = (
             f"{metrics.get('throughput/env_steps_per_s', 0):,.0f} env steps/s  "
             f"{metrics.get('throughput/env_frames_per_s', 0):,.0f} env frames/s"
         )
@@ -114,7 +113,7 @@ class EnvStepsProgressBar(ProgressBar):
             )
         else:
             episodes = "no episode finished yet"
-        parts = [episodes]
+        parts = []
         if "lag/mean" in metrics:
             parts.append(f"lag {metrics['lag/mean']:.1f} max {metrics['lag/max']:.0f}")
         shares = [
@@ -127,7 +126,10 @@ class EnvStepsProgressBar(ProgressBar):
             if key in metrics
         ]
         parts.append("busy: " + ", ".join(shares))
-        return first + "\n  " + "  |  ".join(parts)
+        # Three lines, each short enough for a terminal of 80 columns.
+        return "\n  ".join(
+            [self._progress(trainer, module), f"{speed}  |  {episodes}", "  |  ".join(parts)]
+        )
 
     def _progress(self, trainer: pl.Trainer, module: APPOModule) -> str:
         target, done = target_env_steps(trainer), module.env_steps

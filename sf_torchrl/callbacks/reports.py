@@ -12,6 +12,7 @@ from sf_torchrl.callbacks.meter import RunMeter
 from sf_torchrl.module import APPOModule
 
 _IMPORTED_S = time.time()
+_FIRST_S = 0.5  # until the first report; intervals double from there
 
 
 def _process_started_s() -> float:
@@ -35,7 +36,8 @@ class StatsReporter(pl.Callback):
     ``time/since_process_start_s`` counts imports too.
 
     Args:
-        every_s: seconds between reports. Sample Factory's experiment_summaries_interval is 10.
+        every_s: seconds between reports, after shorter intervals at first. Sample
+            Factory's experiment_summaries_interval is 10.
     """
 
     def __init__(self, every_s: float = 5.0) -> None:
@@ -43,13 +45,16 @@ class StatsReporter(pl.Callback):
             raise ValueError(f"every_s={every_s} must be positive")
         self.every_s = every_s
         self._meter = RunMeter()
-        self._next_s = 0.0
+        self._interval_s = self._next_s = 0.0
+        self._running = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin measuring."""
         assert isinstance(pl_module, APPOModule)
         self._meter.start(trainer, pl_module)
-        self._next_s = time.monotonic() + self.every_s
+        self._interval_s = min(_FIRST_S, self.every_s)
+        self._next_s = time.monotonic() + self._interval_s
+        self._running = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
@@ -57,11 +62,21 @@ class StatsReporter(pl.Callback):
         """Report if it is time."""
         if time.monotonic() >= self._next_s:
             self._report(trainer, pl_module)
-            self._next_s = time.monotonic() + self.every_s
+            self._interval_s = min(2 * self._interval_s, self.every_s)
+            self._next_s = time.monotonic() + self._interval_s
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report the end."""
         self._report(trainer, pl_module)
+        self._running = False
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Report how far it came."""
+        if self._running:
+            self._report(trainer, pl_module)
+            self._running = False
 
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, APPOModule)

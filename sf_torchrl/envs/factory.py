@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,7 @@ def make_env(create_env_fn: EnvFactory) -> gymnasium.Env[Any, Any]:
             # The checker looks at the first steps only, which try_out does too.
             return _without_order_enforcing(gymnasium.make(create_env_fn, disable_env_checker=True))
         except gymnasium.error.Error as error:
+            _refuse_misspelled(create_env_fn)
             raise EnvError(f"cannot make env id {create_env_fn!r}: {error}") from None
     env: Any = create_env_fn()
     if isinstance(env, VectorEnv):
@@ -73,6 +76,17 @@ def _function_named(name: str) -> Callable[[], gymnasium.Env[Any, Any]] | None:
             raise
         raise EnvError(f"env {name!r}: there is no module {module_name!r}") from None
     return getattr(module, attribute, None)
+
+
+def _refuse_misspelled(name: str) -> None:
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        return
+    close = difflib.get_close_matches(attribute, dir(sys.modules[module_name]), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise EnvError(
+        f"module {module_name!r} has no function or env id {attribute!r}{hint}"
+    ) from None
 
 
 def _without_order_enforcing(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:

@@ -409,18 +409,17 @@ def test_the_progress_bar_says_how_far_how_fast_how_well_and_what_limits(tmp_pat
     fit(tmp_path, [WORKING] * 3, EnvStepsProgressBar(), frame_skip=4)
     captured = capsys.readouterr()
     assert captured.out == ""
-    first, second = captured.err.splitlines()  # the end; earlier is too early
-    progress = re.fullmatch(
-        r"100% █{20} 144/144 env steps  0:00<0:00  "
-        r"([\d,]+) env steps/s  ([\d,]+) env frames/s",
-        first,
+    first, second, third = captured.err.splitlines()  # the end; earlier is too early
+    assert re.fullmatch(r"100% █{20} 144/144 env steps  0:00<0:00", first)
+    speed = re.fullmatch(
+        r"  ([\d,]+) env steps/s  ([\d,]+) env frames/s  \|  return 12\.34  length 20\.5",
+        second,
     )
-    steps, frames = (int(number.replace(",", "")) for number in progress.groups())
+    steps, frames = (int(number.replace(",", "")) for number in speed.groups())
     assert frames == pytest.approx(4 * steps, abs=4)
     assert re.fullmatch(
-        r"  return 12\.34  length 20\.5  \|  lag 0\.5 max 2  \|  "
-        r"busy: env workers \d+%, inference \d+%, learner \d+%",
-        second,
+        r"  lag 0\.5 max 2  \|  busy: env workers \d+%, inference \d+%, learner \d+%",
+        third,
     )
 
 
@@ -432,14 +431,14 @@ def test_a_file_gets_plain_lines(tmp_path, capsys):
 
     fit(tmp_path, [{}] * 3, Impatient(every_s_in_files=ALWAYS))
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[2] for line in lines[::2]] == [
+    assert [line.split()[2] for line in lines[::3]] == [
         f"{STEPS * i}/{3 * STEPS}" for i in (1, 2, 3, 3)
     ]
-    assert all("no episode finished yet" in line for line in lines[1::2])
+    assert all("no episode finished yet" in line for line in lines[1::3])
     assert not any("\x1b" in line or "\r" in line for line in lines)
 
 
-def test_on_a_terminal_the_two_lines_are_rewritten_in_place(tmp_path, monkeypatch):
+def test_on_a_terminal_the_three_lines_are_rewritten_in_place(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -451,9 +450,9 @@ def test_on_a_terminal_the_two_lines_are_rewritten_in_place(tmp_path, monkeypatc
 
     monkeypatch.setattr(sys, "stderr", Terminal())
     fit(tmp_path, [WORKING] * 3, Impatient(every_s=ALWAYS))
-    frames = sys.stderr.getvalue().split("\x1b[2F\x1b[J")
+    frames = sys.stderr.getvalue().split("\x1b[3F\x1b[J")
     assert len(frames) == 4  # three batches and the end, each over the one before
-    assert all(frame.count("\n") == 2 for frame in frames)
+    assert all(frame.count("\n") == 3 for frame in frames)
 
 
 def test_a_resume_that_fails_does_not_replace_the_checkpoint(tmp_path):
@@ -502,3 +501,12 @@ def test_reports_can_be_read_while_the_run_goes_on(tmp_path):
     look = Look(lambda batch_idx: rows.append(len(logged(tmp_path)) if batch_idx else 0))
     fit(tmp_path, [WORKING] * 4, StatsReporter(ALWAYS), look, logger=CSVLogger(tmp_path))
     assert rows == [0, 1, 2, 3]
+
+
+def test_a_run_that_is_not_continued_keeps_its_checkpoints_aside(tmp_path, capsys):
+    fit(tmp_path, [{}] * 3, EnvStepCheckpoint())
+    first = (tmp_path / "checkpoints" / "last.ckpt").read_bytes()
+    fit(tmp_path, [{}] * 2, EnvStepCheckpoint())
+    assert (tmp_path / "checkpoints-1" / "last.ckpt").read_bytes() == first
+    assert (tmp_path / "checkpoints" / "last.ckpt").read_bytes() != first
+    assert "checkpoints-1" in capsys.readouterr().err
