@@ -55,6 +55,13 @@ class RolloutLoader:
         if self._is_finished():
             self._on_end()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the data module saves the collector's counters. It tells Lightning that."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing."""
+
     def _is_finished(self) -> bool:
         """The collector has given all it was asked for; names are TorchRL's."""
         frames = getattr(self.collector, "_frames", 0)
