@@ -227,10 +227,7 @@ class APPOModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the counters."""
         checkpoint[_STATE] = {
-            "policy_version": self.policy_version,
-            "env_steps": self.env_steps,
-            "train_batches": self.train_batches,
-            "skipped_minibatches": self.skipped_minibatches,
+            **{name: getattr(self, name) for name in _COUNTERS},
             "minibatch_generator": self._minibatch_generator.get_state(),
         }
         if hasattr(self.policy, "config"):  # evaluate rebuilds the network from it

@@ -1,13 +1,7 @@
-"""What all tests share. Its folder is importable: ``envs``, ``policies``, ``family``."""
+"""What all tests share. Its folder is importable: ``envs``, ``policies``, ``rollout_cases``..."""
 
 import pytest
 from family import Family
-
-
-def pytest_configure(config):
-    # torchrl warns of its own classes when it is imported.
-    message = "Creating \\w+ which inherits from WeightUpdaterBase"
-    config.addinivalue_line("filterwarnings", f"ignore:{message}:DeprecationWarning")
 
 
 @pytest.fixture(scope="session", autouse=True)

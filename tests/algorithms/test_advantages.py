@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from rollout_cases import assert_same_bits, flags, row, stretches
 
 from sf_torchrl.algorithms.advantages import gae, normalize_advantage
 from sf_torchrl.algorithms.vtrace import bootstrap_positions, fill_next_value, vtrace
@@ -32,17 +33,6 @@ def spoiled(x, where, garbage, names=NUMBERS):
     return x
 
 
-def stretches(done, mask):
-    """Slices of consecutive unmasked steps of one episode."""
-    start = 0
-    for t in range(len(done)):
-        if not mask[t]:
-            start = t + 1
-        elif done[t] or t + 1 == len(done) or not mask[t + 1]:
-            yield slice(start, t + 1)
-            start = t + 1
-
-
 def paper(x, gamma, gae_lambda, mask=None):
     """Sum of (gamma lambda)^l delta_{t+l}, O(T^2), one stretch at a time."""
     x = {name: tensor.numpy() for name, tensor in x.items()}
@@ -58,18 +48,6 @@ def paper(x, gamma, gae_lambda, mask=None):
                 advantage[b, s.start + t] = np.sum(weight * delta[t:])
     advantage = torch.tensor(advantage)
     return torch.where(torch.tensor(mask), advantage + torch.tensor(x["value"]), 0.0), advantage
-
-
-def row(*numbers):
-    return torch.tensor([numbers], dtype=torch.float64)
-
-
-def flags(*numbers):
-    return torch.tensor([numbers]).bool()
-
-
-def assert_same_bits(a, b):
-    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 # What it computes

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from rollout_cases import stretches
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector
@@ -87,17 +88,6 @@ def table_case(B=4, T=6, seed=0, mask=None):
 
 def some_mask(B=4, T=6, seed=0, share=0.7):
     return torch.rand(B, T, generator=torch.Generator().manual_seed(1000 + seed)) < share
-
-
-def stretches(done, mask):
-    """Slices of consecutive unmasked steps of one episode of one rollout."""
-    start = 0
-    for t in range(len(done)):
-        if not mask[t]:
-            start = t + 1
-        elif done[t] or t + 1 == len(done) or not mask[t + 1]:
-            yield slice(start, t + 1)
-            start = t + 1
 
 
 def vtrace_of_stretch(V, V_last, reward, ratio, c):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from rollout_cases import assert_same_bits, flags, row, stretches
 
 from sf_torchrl.algorithms.vtrace import bootstrap_positions, fill_next_value, vtrace
 
@@ -21,17 +22,6 @@ def rollouts(B=5, T=9, seed=0, dtype=torch.float64, **fixed):
 
 def some_mask(B=5, T=9, seed=0):
     return torch.rand(B, T, generator=torch.Generator().manual_seed(1000 + seed)) < 0.7
-
-
-def stretches(done, mask):
-    """Slices of consecutive unmasked steps of one episode."""
-    start = 0
-    for t in range(len(done)):
-        if not mask[t]:
-            start = t + 1
-        elif done[t] or t + 1 == len(done) or not mask[t + 1]:
-            yield slice(start, t + 1)
-            start = t + 1
 
 
 def paper(x, gamma, rho_clip=1.0, c_clip=1.0, mask=None):
@@ -55,18 +45,6 @@ def paper(x, gamma, rho_clip=1.0, c_clip=1.0, mask=None):
             target[b, s] = v[:-1]
             advantage[b, s] = rho * (reward + gamma * v[1:] - V[:-1])
     return torch.tensor(target), torch.tensor(advantage)
-
-
-def row(*numbers):
-    return torch.tensor([numbers], dtype=torch.float64)
-
-
-def flags(*numbers):
-    return torch.tensor([numbers]).bool()
-
-
-def assert_same_bits(a, b):
-    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 # What it computes
