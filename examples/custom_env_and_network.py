@@ -11,7 +11,7 @@ from torch import nn
 from sf_torchrl import ActorCritic, APPOModule, RolloutDataModule, SharedMemoryCollector
 from sf_torchrl.callbacks.progress import EnvStepsProgressBar
 from sf_torchrl.config import LearnerConfig, NetworkConfig
-from sf_torchrl.envs.factory import try_out
+from sf_torchrl.envs.try_out import try_out
 
 
 class Corridor(gymnasium.Env):

@@ -31,7 +31,8 @@ from sf_torchrl.callbacks.progress import EnvStepsProgressBar
 from sf_torchrl.callbacks.reports import StatsReporter
 from sf_torchrl.config import NetworkConfig
 from sf_torchrl.data import EnvDataModule
-from sf_torchrl.envs.factory import EnvError, try_out
+from sf_torchrl.envs.spaces import EnvError
+from sf_torchrl.envs.try_out import try_out
 from sf_torchrl.evaluation import evaluate_policy
 from sf_torchrl.models.actor_critic import ActorCritic
 from sf_torchrl.module import APPOModule

@@ -13,8 +13,8 @@ from torchrl.collectors import BaseCollector
 
 from sf_torchrl.collector import SharedMemoryCollector
 from sf_torchrl.config import CollectorConfig
-from sf_torchrl.envs.factory import try_out
 from sf_torchrl.envs.spaces import EnvSpecs
+from sf_torchrl.envs.try_out import try_out
 
 _SPARE_BATCHES = 1_000
 """Interrupts that a run may survive before Lightning's count of batches ends it early."""

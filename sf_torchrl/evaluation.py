@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from sf_torchrl.envs.factory import EnvFactory, make_env
+from sf_torchrl.envs.factory import EnvFactory, env_name, gymnasium_env, make_env
 from sf_torchrl.envs.spaces import EnvSpecs, pick, read_specs
 from sf_torchrl.memory.batch import Episode
 
@@ -42,7 +42,7 @@ class _Lane:
     """One env and the episodes it still owes."""
 
     def __init__(self, create_env_fn: EnvFactory, quota: int, seed: int) -> None:
-        self.env = make_env(create_env_fn)
+        self.env = gymnasium_env(make_env(create_env_fn))
         self.quota = quota
         self.observation, _ = self.env.reset(seed=seed)
         self.episode_return, self.length = 0.0, 0
@@ -96,7 +96,8 @@ def evaluate_policy(
         _Lane(create_env_fn, quota, int(env_seed))
         for quota, env_seed in zip(quotas, seeds, strict=True)
     ]
-    specs = read_specs(lanes[0].env, str(create_env_fn))
+    env = lanes[0].env
+    specs = read_specs(env.observation_space, env.action_space, env_name(create_env_fn))
     to_env = specs.action.adapter()
     mode = InteractionType.DETERMINISTIC if deterministic else InteractionType.RANDOM
     episodes: list[Episode] = []

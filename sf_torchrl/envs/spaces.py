@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from sf_torchrl.memory.slab import Feature, Key
+from sf_torchrl.memory.slab import ENDS, TRACKED, Feature, Key
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +32,10 @@ RESERVED_KEYS = frozenset(
 """Keys of a batch that an observation must not take."""
 
 
+class EnvError(ValueError):
+    """An env cannot be made or does not keep gymnasium's contract."""
+
+
 class UnsupportedSpaceError(ValueError):
     """The env has a space that cannot be laid out in shared memory or acted in."""
 
@@ -42,9 +45,11 @@ class ActionSpec:
     """An action space in plain values, so that it can be sent, saved and compared."""
 
     kind: str
-    """``discrete`` or ``box``."""
+    """``discrete``, ``box``, or ``other``: what only a TorchRL env has."""
     n: int = 0
     """Discrete: number of actions."""
+    one_hot: bool = False
+    """Discrete: TorchRL's encoding, ``n`` numbers of which one is set."""
     start: int = 0
     """Discrete: the env's smallest action; the policy counts from zero."""
     shape: tuple[int, ...] = ()
@@ -63,14 +68,25 @@ class ActionSpec:
         space, in arrays of its dtype that the env may keep or change: the batch holds the
         unclipped action.
         """
+        to_array = self.array_adapter()
+        if self.kind == "discrete":
+            return lambda actions: to_array(actions).tolist()
+        return lambda actions: list(to_array(actions))
+
+    def array_adapter(self) -> Callable[[Array], Array]:
+        """As :meth:`adapter`, with one array ``[k, ...]`` for an env that steps k at once."""
         start = self.start
         if self.kind == "discrete":
-            if start == 0:
-                return lambda actions: actions.tolist()
-            return lambda actions: [action + start for action in actions.tolist()]
+
+            def to_env(actions: Array) -> Array:
+                if actions.ndim == 2:  # one-hot
+                    actions = actions.argmax(-1)
+                return actions + start if start else actions
+
+            return to_env
         low = np.array(self.low, self.dtype).reshape(self.shape)
         high = np.array(self.high, self.dtype).reshape(self.shape)
-        return lambda actions: list(np.clip(actions.astype(self.dtype), low, high))
+        return lambda actions: np.clip(actions.astype(self.dtype), low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +95,38 @@ class EnvSpecs:
 
     name: str
     """Env id or class name, for messages."""
+    path: str = "raw"
+    """How it is stepped: ``raw`` (gymnasium), ``vectorized`` (several envs a call) or ``generic``
+    (TorchRL)."""
+    envs_at_once: int = 1
+    """Envs that one object steps together."""
     observation: tuple[Feature, ...]
     """One feature a key; a space that is no ``Dict`` has the key ``observation``."""
     action: ActionSpec
     is_dict: bool = False
     """The observation space is a ``Dict``."""
+    actions: tuple[Feature, ...] = (Feature(("action",), "int64", ()),)
+    """What the env takes; the policy must write each of these keys."""
+    reward: tuple[Feature, ...] = (Feature(("reward",), "float32", (1,)),)
+    """What a step earns."""
+    done: tuple[Feature, ...] = tuple(Feature((key,), "bool", (1,)) for key in ENDS)
+    """How a step ends an episode."""
+    torchrl_action_spec: Any = None
+    """``full_action_spec`` of a TorchRL env."""
+
+    @property
+    def tracked(self) -> tuple[Feature, ...]:
+        """What env workers count of each episode, where the env has no such key itself."""
+        if [(f.key, f.shape) for f in self.reward] != [(("reward",), (1,))]:
+            return ()
+        given = {feature.key for feature in self.observation}
+        return tuple(feature for feature in TRACKED if feature.key not in given)
+
+    @property
+    def network_inputs(self) -> tuple[Feature, ...]:
+        """What a network looks at: the observation without what is counted of the episode."""
+        counted = {feature.key for feature in TRACKED}
+        return tuple(feature for feature in self.observation if feature.key not in counted)
 
 
 def observation_features(space: spaces.Space[Any]) -> tuple[Feature, ...]:
@@ -145,17 +188,21 @@ def action_spec(space: spaces.Space[Any]) -> ActionSpec:
     )
 
 
-def read_specs(env: gymnasium.Env[Any, Any], name: str) -> EnvSpecs:
-    """Specs of a real env.
+def read_specs(
+    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], name: str
+) -> EnvSpecs:
+    """Specs of a gymnasium env, by the spaces of a single one.
 
     Raises:
         UnsupportedSpaceError: a space that is not supported.
     """
+    action = action_spec(action_space)
     return EnvSpecs(
         name=name,
-        observation=observation_features(env.observation_space),
-        action=action_spec(env.action_space),
-        is_dict=isinstance(env.observation_space, spaces.Dict),
+        observation=observation_features(observation_space),
+        action=action,
+        is_dict=isinstance(observation_space, spaces.Dict),
+        actions=(Feature(("action",), action.dtype, action.shape),),
     )
 
 

@@ -8,7 +8,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from sf_torchrl.memory.slab import ENV, FINAL, OBSERVATION, POLICY, Key, Slab
+from sf_torchrl.memory.slab import (
+    DONE,
+    ENDS,
+    ENV,
+    FINAL,
+    OBSERVATION,
+    POLICY,
+    REWARD,
+    Key,
+    Slab,
+)
 
 
 @dataclass(frozen=True)
@@ -41,32 +51,34 @@ class BatchAssembler:
     Args:
         slab: where the slots are.
         num_rollouts: ``B``.
+        compact: leave out what followed each step (``("next", observation)`` and the like).
     """
 
-    def __init__(self, slab: Slab, num_rollouts: int) -> None:
+    def __init__(self, slab: Slab, num_rollouts: int, compact: bool = False) -> None:
+        layout = slab.layout
         self._num_rollouts = num_rollouts
-        self._steps = slab.layout.rollout_length
+        self._steps = steps = layout.rollout_length
         views = slab.tensordict()
-        steps = self._steps
-        self._sources = [
-            _Source(key, views[OBSERVATION].get(key)[:, :, :steps])
-            for key in (f.key for f in slab.layout.observation)
-        ]
-        self._sources += [_Source(f.key, views[POLICY].get(f.key)) for f in slab.layout.policy]
+        observed = [(f.key, views.get((OBSERVATION, *f.key))) for f in layout.observation]
+        self._sources = [_Source(key, rows[:, :, :steps]) for key, rows in observed]
+        self._sources += [_Source(f.key, views.get((POLICY, *f.key))) for f in layout.policy]
         self._sources += [
-            _Source(("policy_version",), views[(POLICY, "policy_version")]),
-            _Source(("collector", "traj_ids"), views[(ENV, "traj_ids")]),
-            _Source(("next", "reward"), views[(ENV, "reward")].unsqueeze(-1)),
-            _Source(("next", "terminated"), views[(ENV, "terminated")].unsqueeze(-1)),
-            _Source(("next", "truncated"), views[(ENV, "truncated")].unsqueeze(-1)),
+            _Source(("policy_version",), views.get((ENV, "policy_version"))),
+            _Source(("collector", "traj_ids"), views.get((ENV, "traj_ids"))),
         ]
-        self._next = [
-            _Source(("next", *f.key), views[OBSERVATION].get(f.key)[:, :, 1:])
-            for f in slab.layout.observation
-        ]
-        self._final = [views[FINAL].get(f.key) for f in slab.layout.observation]
-        self._terminated = slab.numpy(ENV, "terminated")
-        self._truncated = slab.numpy(ENV, "truncated")
+        for group, features in ((REWARD, layout.reward), (DONE, layout.done)):
+            self._sources += [
+                _Source(("next", *f.key), views.get((group, *f.key))) for f in features
+            ]
+        self._next, self._final = [], []
+        if not compact:
+            self._next = [_Source(("next", *key), rows[:, :, 1:]) for key, rows in observed]
+            self._final = [views.get((FINAL, *f.key)) for f in layout.observation]
+        self._roots = [(f.key, f.shape) for f in layout.done]
+        self._derive_done = {f.key[-1] for f in layout.done} == set(ENDS)
+        if self._derive_done:
+            self._roots.append((("done",), (1,)))
+        self._ended = slab.numpy(ENV, "ended")
         self._episode_return = slab.numpy(ENV, "episode_return")
         self._episode_length = slab.numpy(ENV, "episode_length")
         self.start()
@@ -96,8 +108,7 @@ class BatchAssembler:
         for source, target in zip(self._next, self._batch_next, strict=True):
             target[of_batch].copy_(source.rows[slot, of_slot])
         # What followed an episode's last step is not the next row, which a reset has overwritten.
-        done = self._terminated[slot, of_slot] | self._truncated[slot, of_slot]
-        steps, rows = done.T.nonzero()
+        steps, rows = self._ended[slot, of_slot].T.nonzero()
         if len(rows) == 0:
             self._filled += count
             return []
@@ -119,9 +130,11 @@ class BatchAssembler:
             self._sources + self._next, self._batch + self._batch_next, strict=True
         ):
             batch.set(source.key, value)
-        following = batch.get("next")
-        following.set("done", following.get("terminated") | following.get("truncated"))
-        for key in ("done", "terminated", "truncated"):
-            batch.set(key, torch.zeros((self._num_rollouts, self._steps, 1), dtype=torch.bool))
+        if self._derive_done:
+            following = batch.get("next")
+            following.set("done", following.get("terminated") | following.get("truncated"))
+        for key, shape in self._roots:
+            root = torch.zeros((self._num_rollouts, self._steps, *shape), dtype=torch.bool)
+            batch.set(key, root)
         batch.names = [None, "time"]
         return batch

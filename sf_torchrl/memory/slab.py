@@ -29,7 +29,13 @@ OBSERVATION = "observation"
 FINAL = "final_observation"
 ENV = "env"
 POLICY = "policy"
+REWARD = "reward"
+DONE = "done"
 WAITED = "waited_ns"
+MODE = "exploration_mode"
+
+ENDS = ("terminated", "truncated")
+"""The two ways in which an episode ends."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,15 @@ class Feature:
     shape: tuple[int, ...]
 
 
+TRACKED = (
+    Feature(("is_init",), "bool", (1,)),
+    Feature(("step_count",), "int64", (1,)),
+    Feature(("episode_reward",), "float32", (1,)),
+)
+"""What env workers count of each episode: the keys of TorchRL's InitTracker, StepCounter and
+RewardSum, with their dtypes and shapes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlabLayout:
     """Where everything lies: equal in every process, sent once at start."""
@@ -70,9 +85,14 @@ class SlabLayout:
     rollout_length: int
     """``T``, env steps in one rollout."""
     observation: tuple[Feature, ...]
-    """What the env observes."""
+    """What holds before a step and after it: what the env observes, what is counted of the episode
+    (``TRACKED``) and the policy's recurrent state."""
     policy: tuple[Feature, ...]
     """What the policy writes: the action and everything else it has out-keys for."""
+    reward: tuple[Feature, ...] = (Feature(("reward",), "float32", (1,)),)
+    """What a step earns."""
+    done: tuple[Feature, ...] = tuple(Feature((key,), "bool", (1,)) for key in ENDS)
+    """How a step ends an episode."""
 
     def leaves(self) -> list[Leaf]:
         """All leaves in the order in which they lie in memory."""
@@ -84,17 +104,19 @@ class SlabLayout:
         # Touched at episode ends only; untouched pages cost no memory.
         found += [Leaf((FINAL, *f.key), f.dtype, lead + f.shape) for f in self.observation]
         found += [Leaf((POLICY, *f.key), f.dtype, lead + f.shape) for f in self.policy]
+        found += [Leaf((REWARD, *f.key), f.dtype, lead + f.shape) for f in self.reward]
+        found += [Leaf((DONE, *f.key), f.dtype, lead + f.shape) for f in self.done]
         found += [
-            Leaf((POLICY, "policy_version"), "int64", lead),
-            Leaf((ENV, "reward"), "float32", lead),
-            Leaf((ENV, "terminated"), "bool", lead),
-            Leaf((ENV, "truncated"), "bool", lead),
+            Leaf((ENV, "policy_version"), "int64", lead),
             Leaf((ENV, "traj_ids"), "int64", lead),
+            Leaf((ENV, "ended"), "bool", lead),
             # Written where an episode ends, garbage elsewhere.
             Leaf((ENV, "episode_return"), "float64", lead),
             Leaf((ENV, "episode_length"), "int64", lead),
             # Nanoseconds that each env worker, and last the inference worker, spent waiting.
             Leaf((WAITED,), "int64", (self.num_workers + 1,)),
+            # How the policy chooses actions from now on: an index into EXPLORATION.
+            Leaf((MODE,), "int64", (1,)),
         ]
         return found
 
@@ -135,7 +157,7 @@ class Slab:
 
         found = TensorDict({}, batch_size=[self.layout.num_slots, self.layout.envs_per_slot])
         for key in self._offsets:
-            if key != (WAITED,):
+            if key not in ((WAITED,), (MODE,)):
                 found.set(key, torch.from_numpy(self.numpy(*key)))
         return found
 

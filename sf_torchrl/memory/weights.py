@@ -150,6 +150,11 @@ class WeightStore:
         self._header[_DONE] = sequence
         return version
 
+    def newest(self) -> dict[str, Tensor]:
+        """Copies of the newest weights, by name; for the publisher's own process."""
+        views = self._copies[self.sequence % 2]
+        return {spec.name: v.clone() for spec, v in zip(self.specs, views, strict=True)}
+
     @torch.no_grad()
     def pull(self, module: nn.Module) -> int:
         """Copy the newest whole version into ``module``'s parameters and buffers.

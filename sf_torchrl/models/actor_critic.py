@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from sf_torchrl.algorithms.distributions import ActionDistribution
 from sf_torchrl.config import NetworkConfig
-from sf_torchrl.envs.factory import EnvFactory, try_out
+from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
+from sf_torchrl.envs.try_out import try_out
 from sf_torchrl.models.encoders import InputNormalizer
 from sf_torchrl.models.network import ActorCriticNetwork
 
@@ -49,7 +50,8 @@ class ActorCritic(TensorDictModuleBase):
         self.config = NetworkConfig() if config is None else config
         self.network = ActorCriticNetwork(specs, self.config, torso)
         self.params_key = "logits" if specs.action.kind == "discrete" else "action_params"
-        self.in_keys = [unravel_key(feature.key) for feature in specs.observation]
+        self._inputs = specs.network_inputs
+        self.in_keys = [unravel_key(feature.key) for feature in self._inputs]
         self.out_keys = [self.params_key, "action", "action_log_prob", "state_value"]
 
     @classmethod
@@ -83,10 +85,7 @@ class ActorCritic(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the out-keys into ``tensordict``, batch size ``[N]`` or any other."""
         lead = tensordict.batch_size
-        rows = [
-            tensordict.get(feature.key).reshape(-1, *feature.shape)
-            for feature in self.specs.observation
-        ]
+        rows = [tensordict.get(feature.key).reshape(-1, *feature.shape) for feature in self._inputs]
         sample = interaction_type() in (InteractionType.RANDOM, None)
         for key, value in zip(self.out_keys, self.network.act(rows, sample), strict=True):
             tensordict.set(key, value.view((*lead, *value.shape[1:])))

@@ -37,7 +37,7 @@ class Torso(nn.Module):
 
     def __init__(self, specs: EnvSpecs, config: NetworkConfig) -> None:
         super().__init__()
-        self.encoder = Encoder(specs.observation, config)
+        self.encoder = Encoder(specs.network_inputs, config)
         self.decoder = MLP(self.encoder.num_outputs, config.decoder_mlp_layers, config.nonlinearity)
         self.num_outputs = self.decoder.num_outputs
 
@@ -55,7 +55,7 @@ class ActorCriticNetwork(nn.Module):
         super().__init__()
         self.action_shape = specs.action.shape
         self.distribution = distribution_of(specs.action)
-        self.normalizer = InputNormalizer(specs.observation, config.normalize_input)
+        self.normalizer = InputNormalizer(specs.network_inputs, config.normalize_input)
         if torso is not None and not hasattr(torso, "num_outputs"):
             raise ValueError(
                 f"torso {type(torso).__name__} needs num_outputs, its number of features"

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
 from torch import Tensor, nn
+from torchrl.modules.utils import get_primers_from_module
 
-from sf_torchrl.envs.spaces import RESERVED_KEYS, ActionSpec, EnvSpecs
+from sf_torchrl.envs.spaces import RESERVED_KEYS, EnvSpecs
 from sf_torchrl.memory.slab import Feature, Key
 from sf_torchrl.models.actor_critic import ActorCritic
+from sf_torchrl.models.random_actions import check_random_actions, random_actions
 from sf_torchrl.models.row_policy import NetworkPolicy, RowPolicy
+
+Policy = nn.Module | Callable[..., Any]
+"""A TensorDict module, a module or function from the env's observations to actions, or a function
+from TensorDict to TensorDict."""
 
 
 @dataclass(frozen=True)
@@ -25,124 +32,282 @@ class PolicyIO:
 
     in_keys: tuple[Key, ...]
     outputs: tuple[Feature, ...]
+    state: tuple[Feature, ...] = ()
+    """Recurrent state: read under its key, written under ``("next", key)``."""
 
 
 class RandomPolicy(nn.Module):
     """Uniform random actions.
 
     Args:
-        action: the action space; every bound must be finite.
+        specs: of the env; every bound of its action must be finite.
 
     Raises:
         ValueError: an unbounded action.
     """
 
     in_keys: tuple[str, ...] = ()
-    out_keys = ("action",)
 
-    def __init__(self, action: ActionSpec) -> None:
+    def __init__(self, specs: EnvSpecs) -> None:
         super().__init__()
-        self._action = action
-        if action.kind == "discrete":
-            return
-        self._low = torch.tensor(action.low).view(action.shape)
-        self._width = torch.tensor(action.high).view(action.shape) - self._low
-        if not bool(torch.isfinite(self._width).all()):
-            raise ValueError("random actions need a bounded action space; give a policy")
+        check_random_actions(specs)
+        self._specs = specs
+        self.out_keys = [unravel_key(feature.key) for feature in specs.actions]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write ``action``."""
-        count = tensordict.batch_size
-        if self._action.kind == "discrete":
-            action = torch.randint(self._action.n, count)
-        else:
-            action = self._low + self._width * torch.rand(*count, *self._action.shape)
-        return tensordict.set("action", action)
+        """Write the action."""
+        drawn = random_actions(self._specs, tensordict.numel())
+        for key, action in zip(self.out_keys, drawn, strict=True):
+            tensordict.set(key, action.view(*tensordict.batch_size, *action.shape[1:]))
+        return tensordict
 
 
-def _as_keys(keys: Iterable[str | tuple[str, ...]]) -> list[Key]:
+class TensorPolicy(TensorDictModule):
+    """A module or function from observations to the action."""
+
+
+class FunctionPolicy(nn.Module):
+    """A function from TensorDict to TensorDict; what it adds are its out-keys.
+
+    Args:
+        function: the function, or a module without ``in_keys``.
+        specs: of the env.
+    """
+
+    def __init__(
+        self, function: Callable[[TensorDictBase], TensorDictBase], specs: EnvSpecs
+    ) -> None:
+        super().__init__()
+        self.function = function
+        fake = fake_observations(specs, 2)
+        before = set(fake.keys(True, True))
+        self.in_keys = [unravel_key(f.key) for f in (*specs.observation, *specs.tracked)]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            after = function(fake)
+        if not isinstance(after, TensorDictBase):
+            raise ValueError(
+                f"policy {_label(function)} takes a TensorDict and must return it with an "
+                f"'action'; it returned {type(after).__name__}"
+            )
+        self.out_keys = [key for key in after.keys(True, True) if key not in before]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What the function says."""
+        return self.function(tensordict)
+
+
+def as_tensordict_policy(policy: Policy, specs: EnvSpecs) -> nn.Module:
+    """The policy with ``in_keys`` and ``out_keys``, as TorchRL's collectors wrap it.
+
+    A module or function whose parameters are named after observation keys is called with those;
+    any other of one parameter with the whole TensorDict.
+
+    Raises:
+        ValueError: it can be called in neither way.
+    """
+    if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
+        return cast(nn.Module, policy)
+    if not callable(policy):
+        raise ValueError(
+            f"policy must be a TensorDict module or a function, got {type(policy).__name__}"
+        )
+    parameters = inspect.signature(getattr(policy, "forward", policy)).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    observed = [f.key[0] for f in specs.observation if len(f.key) == 1]
+    if required and set(required) <= set(observed):
+        return TensorPolicy(policy, in_keys=required, out_keys=[specs.actions[0].key])
+    if len(required) == 1:
+        try:
+            return FunctionPolicy(policy, specs)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"policy {_label(policy)} fails on a TensorDict of the observations of env "
+                f"{specs.name!r}: {_first_line(error)}. Name its parameter after an "
+                f"observation ({', '.join(observed)}), or wrap it in tensordict.nn.TensorDictModule"
+            ) from error
+    raise ValueError(
+        f"policy {_label(policy)} takes {required}; env {specs.name!r} observes {observed}. Name "
+        "its parameters after observations, or wrap it in tensordict.nn.TensorDictModule"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _label(policy: object) -> str:
+    return getattr(policy, "__name__", type(policy).__name__)
+
+
+def published_module(policy: nn.Module) -> nn.Module:
+    """The module whose weights are published: the user's own where ours is wrapped around it."""
+    inner: object = policy
+    if isinstance(policy, FunctionPolicy):
+        inner = policy.function
+    elif isinstance(policy, TensorPolicy):
+        inner = policy.module
+    return inner if isinstance(inner, nn.Module) else policy
+
+
+def _as_keys(keys: Iterable[Any]) -> list[Key]:
     unraveled = (unravel_key(key) for key in keys)
     return [(key,) if isinstance(key, str) else tuple(key) for key in unraveled]
 
 
 def fake_observations(specs: EnvSpecs, count: int) -> TensorDict:
-    """``[count]`` observations of zeros."""
+    """``[count]`` observations of zeros, at an episode's start."""
     found = TensorDict({}, batch_size=[count])
-    for feature in specs.observation:
-        dtype = torch.from_numpy(np.zeros(0, feature.dtype)).dtype
-        found.set(feature.key, torch.zeros(count, *feature.shape, dtype=dtype))
+    for feature in (*specs.observation, *specs.tracked):
+        found.set(feature.key, _zeros(feature, count))
+    if "is_init" in found.keys():  # noqa: SIM118 (a TensorDict's iterator is over its rows)
+        found.get("is_init").fill_(True)
     return found
 
 
+def _zeros(feature: Feature, count: int) -> Tensor:
+    dtype = torch.from_numpy(np.zeros(0, feature.dtype)).dtype
+    return torch.zeros(count, *feature.shape, dtype=dtype)
+
+
 @torch.no_grad()
-def read_policy_io(policy: nn.Module, specs: EnvSpecs) -> PolicyIO:
+def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True) -> PolicyIO:
     """Run a copy of the policy once on zeros and see what it writes.
 
+    Args:
+        policy: has in_keys and out_keys.
+        specs: of the env.
+        may_copy: False runs the policy itself.
+
     Raises:
-        ValueError: it is no TensorDict module, reads a key that the env does not give, raises,
-            writes no ``action``, an action that does not fit the env, or a key that is taken.
+        ValueError: it reads a key that the env does not give, raises, writes no action, one that
+            does not fit the env, or a key that is taken.
     """
-    if not (hasattr(policy, "in_keys") and hasattr(policy, "out_keys")):
-        raise ValueError(
-            "policy must be a TensorDict module with in_keys and out_keys, got "
-            f"{type(policy).__name__}; wrap it in tensordict.nn.TensorDictModule"
-        )
     in_keys, out_keys = _as_keys(cast(Any, policy.in_keys)), _as_keys(cast(Any, policy.out_keys))
-    given = [feature.key for feature in specs.observation]
-    unknown = [key for key in in_keys if key not in given]
-    if unknown:
-        raise ValueError(
-            f"policy reads {_names(unknown)}; env {specs.name!r} observes {_names(given)}"
-        )
-    taken = [key for key in out_keys if key in given or key[0] in RESERVED_KEYS - {"action"}]
-    if taken:
-        raise ValueError(f"policy writes {_names(taken)}, which a batch has already; rename them")
-    if ("action",) not in out_keys:
-        raise ValueError(f"policy writes {_names(out_keys)}, but no 'action'")
+    written_next = {key[1:] for key in out_keys if key[0] == "next"}
+    out_keys = [key for key in out_keys if key[0] != "next" and not key[-1].startswith("_")]
+    state = _state_features(policy, [key for key in in_keys if key in written_next], specs)
+    state_keys = {feature.key for feature in state}
+    observed = [f.key for f in (*specs.observation, *specs.tracked) if f.key not in state_keys]
+    _check_keys(in_keys, out_keys, observed, state_keys, written_next, specs)
     count = 2
-    # No keys read: the policy still needs to see how many actions are wanted.
     fake = fake_observations(specs, count)
+    for feature in state:
+        fake.set(feature.key, _zeros(feature, count))
+    probe = _copied(policy) if may_copy else policy
+    was_training = probe.training
     try:
         with torch.random.fork_rng(devices=[]):
-            answer = copy.deepcopy(policy).cpu().eval()(fake)
+            answer = probe.eval()(fake)
     except Exception as error:
         raise ValueError(
-            f"the policy fails on observations of env {specs.name!r}: "
-            f"{type(error).__name__}: {error}"
+            f"the policy fails on observations of env {specs.name!r}: {_first_line(error)}"
         ) from error
-    outputs = []
-    for key in out_keys:
-        if key[-1].startswith("_"):  # private, as in TorchRL's collectors
-            continue
-        value: Tensor = answer.get(key)
-        if value.shape[:1] != (count,):
-            raise ValueError(
-                f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs"
-            )
-        if value.dtype is torch.bfloat16:
-            raise ValueError(f"policy writes {'.'.join(key)!r} as bfloat16; cast it to float32")
-        outputs.append(
-            Feature(key, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
+    finally:
+        probe.train(was_training)
+    outputs = tuple(_feature(key, answer.get(key), count) for key in out_keys)
+    _check_action(answer, specs)
+    return PolicyIO(tuple(in_keys), outputs, state)
+
+
+def _copied(policy: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(policy).cpu()
+    except Exception as error:
+        raise ValueError(
+            f"the policy cannot be copied for the inference worker: {type(error).__name__}: "
+            f"{error}. Give a policy_factory that makes it there"
+        ) from error
+
+
+def _state_features(policy: nn.Module, keys: list[Key], specs: EnvSpecs) -> tuple[Feature, ...]:
+    """Features of the recurrent state, from the env's primers or the policy's own."""
+    if not keys:
+        return ()
+    known = {feature.key: feature for feature in specs.observation}
+    primer: Any = get_primers_from_module(policy, warn=False)
+    if primer is not None:
+        for key, spec in primer.primers.items(True, True):
+            path: Key = (key,) if isinstance(key, str) else key
+            dtype = str(spec.dtype).removeprefix("torch.")
+            known.setdefault(path, Feature(path, dtype, tuple(spec.shape)))
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        raise ValueError(
+            f"policy carries the state {_names(unknown)} from step to step and says nowhere what "
+            "shape it has; add a make_tensordict_primer() method to its module, or a "
+            "TensorDictPrimer to the env"
         )
-    _check_action(answer.get("action"), specs)
-    return PolicyIO(tuple(in_keys), tuple(outputs))
+    return tuple(known[key] for key in keys)
 
 
-def _names(keys: list[Key]) -> list[str]:
+def _check_keys(
+    in_keys: list[Key],
+    out_keys: list[Key],
+    observed: list[Key],
+    state_keys: set[Key],
+    written_next: set[Key],
+    specs: EnvSpecs,
+) -> None:
+    unknown = [key for key in in_keys if key not in observed and key not in state_keys]
+    if unknown:
+        raise ValueError(
+            f"policy reads {_names(unknown)}; env {specs.name!r} observes "
+            f"{_names(f.key for f in specs.observation)}"
+        )
+    unread = sorted(written_next - state_keys)
+    if unread:
+        raise ValueError(f"policy writes next {_names(unread)}, which it never reads")
+    actions = [feature.key for feature in specs.actions]
+    taken = [
+        key
+        for key in out_keys
+        if key not in actions and (key in observed or key[0] in RESERVED_KEYS)
+    ]
+    if taken:
+        raise ValueError(f"policy writes {_names(taken)}, which a batch has already; rename them")
+    missing = [key for key in actions if key not in out_keys]
+    if missing:
+        raise ValueError(
+            f"policy writes {_names(out_keys)}, but no "
+            + " and no ".join(repr(name) for name in _names(missing))
+        )
+
+
+def _feature(key: Key, value: Tensor, count: int) -> Feature:
+    if value.shape[:1] != (count,):
+        raise ValueError(
+            f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs"
+        )
+    if value.dtype is torch.bfloat16:
+        raise ValueError(f"policy writes {'.'.join(key)!r} as bfloat16; cast it to float32")
+    return Feature(key, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
+
+
+def _names(keys: Iterable[Key]) -> list[str]:
     return [".".join(key) for key in keys]
 
 
-def _check_action(action: Tensor, specs: EnvSpecs) -> None:
-    shape, kind = tuple(action.shape[1:]), specs.action.kind
-    if kind == "discrete" and (shape != () or action.dtype.is_floating_point):
+def _check_action(answer: TensorDictBase, specs: EnvSpecs) -> None:
+    is_raw = specs.torchrl_action_spec is None
+    for feature in specs.actions:
+        action = answer.get(feature.key)
+        shape = tuple(action.shape[1:])
+        is_index = is_raw and specs.action.kind == "discrete" and shape == ()
+        wants_integer = np.dtype(feature.dtype).kind != "f"
+        if (shape == feature.shape or is_index) and not (
+            wants_integer and action.dtype.is_floating_point
+        ):
+            continue
+        if specs.action.kind == "discrete" and not specs.action.one_hot:
+            raise ValueError(
+                f"env {specs.name!r} takes one integer action; the policy writes {action.dtype} of "
+                f"shape {shape} an env. TorchRL: use categorical, not one-hot, actions"
+            )
         raise ValueError(
-            f"env {specs.name!r} takes one integer action; the policy writes {action.dtype} of "
-            f"shape {shape} an env. TorchRL: use categorical, not one-hot, actions"
-        )
-    if kind == "box" and shape != specs.action.shape:
-        raise ValueError(
-            f"env {specs.name!r} takes actions of shape {specs.action.shape}; "
-            f"the policy writes {shape}"
+            f"env {specs.name!r} takes {'.'.join(feature.key)} of shape {feature.shape} and dtype "
+            f"{feature.dtype}; the policy writes {action.dtype} of shape {shape}"
         )
 
 
@@ -150,34 +315,51 @@ class TensorDictPolicy(RowPolicy):
     """Any TensorDict module as a policy on plain tensors; 20 us a call more than our own.
 
     Args:
-        module: reads ``io.in_keys`` and writes ``io.outputs``.
+        module: reads ``io.in_keys`` and writes ``io.outputs`` and the next ``io.state``.
         io: what of it is wanted.
-        exploration_type: whether it samples.
     """
 
-    def __init__(self, module: nn.Module, io: PolicyIO, exploration_type: InteractionType) -> None:
+    def __init__(self, module: nn.Module, io: PolicyIO) -> None:
         super().__init__()
         self.module = module
         self._io = io
-        self._exploration_type = exploration_type
+        self._out_keys: list[Any] = [feature.key for feature in io.outputs]
+        self._out_keys += [("next", *feature.key) for feature in io.state]
 
     @property
     def weights(self) -> nn.Module:
-        """The module itself."""
-        return self.module
+        """The module, or the user's own in it."""
+        return published_module(self.module)
 
     def forward(self, observations: list[Tensor], count: int) -> Sequence[Tensor]:
         """See :class:`~sf_torchrl.models.row_policy.RowPolicy`."""
         found = TensorDict({}, batch_size=[count])
         for key, observation in zip(self._io.in_keys, observations, strict=True):
             found.set(key, observation)
-        with set_interaction_type(self._exploration_type):
+        with set_interaction_type(InteractionType[self.exploration.upper()]):
             answer = self.module(found)
-        return [answer.get(feature.key) for feature in self._io.outputs]
+        return [answer.get(key) for key in self._out_keys]
 
 
-def as_row_policy(policy: nn.Module, io: PolicyIO, exploration_type: InteractionType) -> RowPolicy:
+def as_row_policy(policy: nn.Module, io: PolicyIO) -> RowPolicy:
     """The policy as the inference worker runs it; shares its parameters."""
     if type(policy) is ActorCritic:  # a subclass may act otherwise
-        return NetworkPolicy(policy.network, exploration_type is InteractionType.RANDOM)
-    return TensorDictPolicy(policy, io, exploration_type)
+        return NetworkPolicy(policy.network)
+    return TensorDictPolicy(policy, io)
+
+
+class MadeInWorker:
+    """A function without arguments that makes the policy where it runs: ``policy_factory``.
+
+    Args:
+        factory: makes the policy; called in the inference worker.
+        specs: of the env.
+        io: what an earlier product of it read and wrote.
+    """
+
+    def __init__(self, factory: Callable[[], Policy], specs: EnvSpecs, io: PolicyIO) -> None:
+        self._factory, self._specs, self._io = factory, specs, io
+
+    def __call__(self) -> RowPolicy:
+        """Make it."""
+        return as_row_policy(as_tensordict_policy(self._factory(), self._specs), self._io)

@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from sf_torchrl.models.network import ActorCriticNetwork
 
+EXPLORATION = ("random", "mode", "median", "mean", "deterministic")
+"""How actions are chosen: the members of tensordict's ``InteractionType``."""
+
 
 class RowPolicy(nn.Module, ABC):
     """From rows of observations to rows of everything that the policy writes."""
+
+    exploration = "random"
+    """One of ``EXPLORATION``; may change between calls."""
 
     @property
     @abstractmethod
@@ -28,13 +34,11 @@ class NetworkPolicy(RowPolicy):
 
     Args:
         network: of the actor-critic.
-        sample: draw actions; False takes the mode.
     """
 
-    def __init__(self, network: ActorCriticNetwork, sample: bool) -> None:
+    def __init__(self, network: ActorCriticNetwork) -> None:
         super().__init__()
         self.network = network  # the name it has in ActorCritic
-        self._sample = sample
 
     @property
     def weights(self) -> nn.Module:
@@ -43,4 +47,15 @@ class NetworkPolicy(RowPolicy):
 
     def forward(self, observations: list[Tensor], count: int) -> Sequence[Tensor]:
         """See :class:`RowPolicy`."""
-        return self.network.act(observations, self._sample)
+        return self.network.act(observations, self.exploration == "random")
+
+
+class Given:
+    """A function without arguments that returns a policy made already, for the inference worker."""
+
+    def __init__(self, policy: RowPolicy) -> None:
+        self._policy = policy
+
+    def __call__(self) -> RowPolicy:
+        """The policy."""
+        return self._policy

@@ -11,7 +11,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,13 +29,18 @@ from sf_torchrl.memory.pipes import (
     PipeWriter,
     index_pipe,
 )
-from sf_torchrl.memory.slab import WAITED, Key, Slab
+from sf_torchrl.memory.slab import WAITED, Feature, Slab
 from sf_torchrl.memory.weights import WeightStore
 from sf_torchrl.models.row_policy import RowPolicy
 from sf_torchrl.workers import protocol
-from sf_torchrl.workers.env_worker import EnvSplit, SlabViews, make_splits
+from sf_torchrl.workers.env_worker import make_splits
 from sf_torchrl.workers.inference_worker import PolicyServer
-from sf_torchrl.workers.protocol import EnvWorkerConfig, InferenceWorkerConfig
+from sf_torchrl.workers.protocol import (
+    EnvWorkerConfig,
+    InferenceWorkerConfig,
+    PolicyServerConfig,
+)
+from sf_torchrl.workers.split import EnvSplit
 from sf_torchrl.workers.supervisor import (
     Supervisor,
     WorkerError,
@@ -53,13 +58,14 @@ class EngineParts:
     """What both engines work on."""
 
     config: CollectorConfig
-    create_env_fn: EnvFactory
-    specs: EnvSpecs
+    create_env_fns: tuple[EnvFactory, ...]
+    """One a worker."""
+    state: tuple[Feature, ...]
+    """The policy's recurrent state."""
     slab: Slab
-    policy: RowPolicy
+    make_policy: Callable[[], RowPolicy]
+    server: PolicyServerConfig
     store: WeightStore
-    in_keys: tuple[Key, ...]
-    out_keys: tuple[Key, ...]
     seed: int
     generation: int
     """Counts starts of the same run, so that a resumed one does not repeat its episodes."""
@@ -70,6 +76,11 @@ class EngineParts:
         return tuple(
             self._seed(0, first + index) for index in range(self.config.num_envs_per_worker)
         )
+
+    @property
+    def specs(self) -> EnvSpecs:
+        """What the envs observe and accept."""
+        return self.server.specs
 
     @property
     def inference_seed(self) -> int:
@@ -85,8 +96,9 @@ class EngineParts:
         config = self.config
         return EnvWorkerConfig(
             worker=worker,
-            create_env_fn=self.create_env_fn,
+            create_env_fn=self.create_env_fns[worker],
             specs=self.specs,
+            state=self.state,
             layout=self.slab.layout,
             num_splits=config.num_splits,
             num_slots_per_split=config.num_slots_per_split,
@@ -111,8 +123,15 @@ class Engine(Protocol):
     def release(self, slot: int) -> None:
         """Give a slot back to be filled again."""
 
+    def interrupt(self) -> None:
+        """Make a wait of another thread raise ``CollectionInterrupted`` soon."""
+
     def stop(self) -> None:
         """Stop and free everything; may be called twice."""
+
+
+class CollectionInterrupted(Exception):
+    """Nothing more is wanted: the collector is being shut down from another thread."""
 
 
 class ProcessEngine:
@@ -128,6 +147,7 @@ class ProcessEngine:
         self._start_by = float("inf")
         self._unheard = set(range(parts.config.num_workers))  # no rollout of theirs has come yet
         self._next_check_s = 0.0
+        self._interrupted = False
 
     def start(self) -> None:
         """Start all processes."""
@@ -178,11 +198,10 @@ class ProcessEngine:
         parts = self._parts
         return InferenceWorkerConfig(
             import_path=tuple(sys.path),
-            policy=cloudpickle.dumps(parts.policy),
+            policy=cloudpickle.dumps(parts.make_policy),
             layout=parts.slab.layout,
             weight_specs=parts.store.specs,
-            in_keys=parts.in_keys,
-            out_keys=parts.out_keys,
+            server=parts.server,
             seed=parts.inference_seed,
             num_threads=parts.config.inference_threads,
         )
@@ -205,6 +224,8 @@ class ProcessEngine:
         poll.register(self._full.fd, select.POLLIN)
         while not poll.poll(_POLL_MS):
             self._check()
+            if self._interrupted:
+                raise CollectionInterrupted
         try:
             for worker, _, slot, _ in self._full.receive():
                 self._full_slots.append(slot)
@@ -237,6 +258,10 @@ class ProcessEngine:
         except PipeClosedError:
             self._supervisor.check()
 
+    def interrupt(self) -> None:
+        """See :class:`Engine`; within half a second."""
+        self._interrupted = True
+
     def stop(self) -> None:
         """Tell every child to stop, then end those that do not."""
         for commands in self._commands:
@@ -265,16 +290,14 @@ class SerialEngine:
         self._waiting: list[int] = []  # splits whose observations await actions
         self._full_slots: deque[int] = deque()
         self._rng_state = torch.Generator().manual_seed(parts.inference_seed).get_state()
+        self._interrupted = False
 
     def start(self) -> None:
         """Make and reset every env."""
         discard_spare_inference_worker()
         parts = self._parts
-        views = SlabViews(parts.slab, parts.specs)
-        self._splits = make_splits(parts.env_worker_config(0), views)
-        self._server = PolicyServer(
-            parts.policy, parts.slab, parts.store, parts.in_keys, parts.out_keys
-        )
+        self._splits = make_splits(parts.env_worker_config(0), parts.slab)
+        self._server = PolicyServer(parts.make_policy(), parts.slab, parts.store, parts.server)
         for split in self._splits:
             split.reset()
         self._waiting = list(range(len(self._splits)))
@@ -287,6 +310,8 @@ class SerialEngine:
         if not self._full_slots:
             with self._own_random_numbers():
                 while not self._full_slots:
+                    if self._interrupted:
+                        raise CollectionInterrupted
                     self._step_all()
         return self._full_slots.popleft()
 
@@ -332,6 +357,10 @@ class SerialEngine:
         if index not in self._waiting and split.begin_next():
             self._waiting.append(index)
             self._waiting.sort()
+
+    def interrupt(self) -> None:
+        """See :class:`Engine`; before the next step."""
+        self._interrupted = True
 
     def stop(self) -> None:
         """Close every env."""

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from sf_torchrl.memory.pipes import Message, PipeClosedError, PipeReader, PipeWriter
-from sf_torchrl.memory.slab import OBSERVATION, POLICY, WAITED, Key, Slab
+from sf_torchrl.memory.slab import ENV, MODE, OBSERVATION, POLICY, WAITED, Slab
 from sf_torchrl.memory.weights import WeightStore
-from sf_torchrl.models.row_policy import RowPolicy
+from sf_torchrl.models.random_actions import random_actions
+from sf_torchrl.models.row_policy import EXPLORATION, RowPolicy
 from sf_torchrl.workers import protocol
-from sf_torchrl.workers.protocol import InferenceWorkerConfig
+from sf_torchrl.workers.protocol import InferenceWorkerConfig, PolicyServerConfig
 
 
 class PolicyServer:
@@ -33,24 +34,24 @@ class PolicyServer:
         policy: its parameters and buffers are overwritten by each pull.
         slab: where observations lie and outputs go.
         store: where newer weights come from.
-        in_keys: what the policy reads.
-        out_keys: what it writes and the slab keeps.
+        config: what the policy reads and writes.
     """
 
     def __init__(
-        self,
-        policy: RowPolicy,
-        slab: Slab,
-        store: WeightStore,
-        in_keys: Sequence[Key],
-        out_keys: Sequence[Key],
+        self, policy: RowPolicy, slab: Slab, store: WeightStore, config: PolicyServerConfig
     ) -> None:
         self._policy = policy.eval()
         self._store = store
-        self._inputs = [slab.numpy(OBSERVATION, *key) for key in in_keys]
-        self._outputs = [slab.numpy(POLICY, *key) for key in out_keys]
-        self._version_leaf = slab.numpy(POLICY, "policy_version")
+        self._inputs = [slab.numpy(OBSERVATION, *key) for key in config.in_keys]
+        # Leaf, and which step's row is written: a recurrent state holds before the next step.
+        self._outputs = [(slab.numpy(POLICY, *key), 0) for key in config.out_keys]
+        self._outputs += [(slab.numpy(OBSERVATION, *key), 1) for key in config.state_keys]
+        self._version_leaf = slab.numpy(ENV, "policy_version")
+        self._mode = slab.numpy(MODE)
         self._k = slab.layout.envs_per_slot
+        self._specs = config.specs
+        self._random_steps_left = config.random_steps
+        self._action_leaves = [slab.numpy(POLICY, *feature.key) for feature in config.specs.actions]
         self._pull()
 
     def _pull(self) -> None:
@@ -67,18 +68,32 @@ class PolicyServer:
         """
         if self._store.sequence != self._sequence:
             self._pull()
+        self._policy.exploration = EXPLORATION[self._mode[0]]
         where = [(slot, t) for _, _, slot, t in requests]
         gathered = [
             torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
             for leaf in self._inputs
         ]
         k = self._k
-        for answer, leaf in zip(self._policy(gathered, k * len(where)), self._outputs, strict=True):
+        answers = self._policy(gathered, k * len(where))
+        for answer, (leaf, later) in zip(answers, self._outputs, strict=True):
             rows = answer.numpy()
             for j, (slot, t) in enumerate(where):
-                leaf[slot, :, t] = rows[j * k : (j + 1) * k]
+                leaf[slot, :, t + later] = rows[j * k : (j + 1) * k]
         for slot, t in where:
             self._version_leaf[slot, :, t] = self.version
+        if self._random_steps_left > 0:
+            self._act_randomly(where)
+
+    def _act_randomly(self, where: Sequence[tuple[int, int]]) -> None:
+        """Replace the actions: TorchRL's ``init_random_frames``."""
+        for leaf, drawn in zip(
+            self._action_leaves, random_actions(self._specs, self._k * len(where)), strict=True
+        ):
+            rows = drawn.numpy()
+            for j, (slot, t) in enumerate(where):
+                leaf[slot, :, t] = rows[j * self._k : (j + 1) * self._k]
+        self._random_steps_left -= self._k * len(where)
 
 
 def serve_forever(
@@ -123,14 +138,9 @@ def _main(config: InferenceWorkerConfig, fds: list[int]) -> None:
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
     slab = Slab(config.layout, slab_fd)
-    policy = pickle.loads(config.policy)
-    server = PolicyServer(
-        policy,
-        slab,
-        WeightStore.attach(config.weight_specs, weights_fd),
-        config.in_keys,
-        config.out_keys,
-    )
+    policy = pickle.loads(config.policy)()
+    store = WeightStore.attach(config.weight_specs, weights_fd)
+    server = PolicyServer(policy, slab, store, config.server)
     with contextlib.suppress(PipeClosedError):
         serve_forever(
             server, PipeReader(requests), [PipeWriter(fd) for fd in workers], slab.numpy(WAITED)

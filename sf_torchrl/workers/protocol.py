@@ -24,7 +24,7 @@ from typing import Any
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.pipes import PipeClosedError
-from sf_torchrl.memory.slab import SlabLayout
+from sf_torchrl.memory.slab import Feature, Key, SlabLayout
 
 # Messages to an env worker: (ACT, split, 0, 0), (RELEASE, slot, 0, 0), (STOP, 0, 0, 0),
 # (BEGIN, 0, 0, 0).
@@ -48,6 +48,8 @@ class EnvWorkerConfig:
     worker: int
     create_env_fn: EnvFactory
     specs: EnvSpecs
+    state: tuple[Feature, ...]
+    """The policy's recurrent state: reset where an episode begins."""
     layout: SlabLayout
     num_splits: int
     num_slots_per_split: int
@@ -60,17 +62,30 @@ class EnvWorkerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyServerConfig:
+    """What the policy reads and writes."""
+
+    specs: EnvSpecs
+    in_keys: tuple[Key, ...]
+    out_keys: tuple[Key, ...]
+    state_keys: tuple[Key, ...]
+    """Recurrent state, in the order in which the policy returns it, after the out-keys."""
+    random_steps: int
+    """Env steps for which actions are random at first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InferenceWorkerConfig:
     """All the inference worker needs besides its descriptors."""
 
     import_path: tuple[str, ...]
     """The parent's ``sys.path`` now: this child may have been started ahead of need."""
     policy: bytes
-    """A ``RowPolicy``, pickled by cloudpickle: unpickled once the import path is set."""
+    """A function that returns a ``RowPolicy``, pickled by cloudpickle: unpickled once the import
+    path is set."""
     layout: SlabLayout
     weight_specs: tuple[Any, ...]
-    in_keys: tuple[Any, ...]
-    out_keys: tuple[Any, ...]
+    server: PolicyServerConfig
     seed: int
     num_threads: int
 

@@ -66,6 +66,9 @@ def test_a_batch_has_torchrls_keys_dtypes_and_shapes(make_collector):
         ("next", "terminated"): flag,
         ("next", "truncated"): flag,
     }
+    counted = {"is_init": flag, "step_count": (torch.int64, (B, T, 1))}
+    counted["episode_reward"] = (torch.float32, (B, T, 1))
+    expected |= counted | {("next", key): value for key, value in counted.items()}
     keys = batch.keys(include_nested=True, leaves_only=True)
     assert {key: (batch[key].dtype, tuple(batch[key].shape)) for key in keys} == expected
 
@@ -491,8 +494,8 @@ def writes(*out_keys, value=None):
         (OldAPIEnv, "'OldAPIEnv' uses the Gym API from before 0.26"),
         (OldStepEnv, "its step returned a tuple of 4"),
         (WrongShapeEnv, r"shape \(3,\), its observation_space says \(4,\)"),
-        (lambda: gymnasium.make_vec("CartPole-v1", num_envs=2), "made a vector env"),
-        (lambda: None, "made None, which is no gymnasium env"),
+        (lambda: gymnasium.make_vec("CartPole-v1", num_envs=2), "has autoreset mode NEXT_STEP"),
+        (lambda: None, "made None, which is neither a gymnasium nor a TorchRL env"),
         (raising, "making env 'raising' raised FileNotFoundError: no ROM"),
         (partial(FaultyEnv, "raise", where="reset", at=0), "reset of env .*RuntimeError.*on fire"),
         (partial(FaultyEnv, "raise", where="step", at=0), "step of env .*RuntimeError.*on fire"),
@@ -516,7 +519,7 @@ def test_the_envs_own_exception_is_kept_as_the_cause(create_env_fn):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (nn.Linear(4, 2), "must be a TensorDict module with in_keys and out_keys, got Linear"),
+        (nn.Linear(4, 2), "policy Linear fails on a TensorDict of the observations of env"),
         (writes("logits"), r"policy writes \['logits'\], but no 'action'"),
         (
             TensorDictModule(nn.Identity(), in_keys=["pixels"], out_keys=["action"]),
@@ -535,7 +538,8 @@ def test_a_policy_that_does_not_fit_the_env_is_refused(family, policy, message):
 def test_a_continuous_action_of_another_shape_is_refused():
     policy = writes("action", value=torch.zeros(2, 3))
     with pytest.raises(
-        ValueError, match=r"takes actions of shape \(2,\); the policy writes \(3,\)"
+        ValueError,
+        match=r"takes action of shape \(2,\) and .* writes torch.float32 of shape \(3,\)",
     ):
         SharedMemoryCollector(BoxActionEnv, policy, frames_per_batch=1024)
 

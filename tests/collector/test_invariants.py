@@ -229,7 +229,7 @@ def test_a_full_slot_is_not_written_before_it_is_released(make_collector):
     )
     collector.start()
     engine, slab, config = collector._engine, collector._slab, collector.config
-    leaves = [slab.numpy(*leaf.key) for leaf in slab.layout.leaves()[:-1]]
+    leaves = [slab.numpy(*leaf.key) for leaf in slab.layout.leaves() if len(leaf.key) > 1]
     assert config.num_slots_per_split == 8
 
     def contents(slot):

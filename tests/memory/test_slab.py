@@ -12,10 +12,13 @@ import torch
 
 from sf_torchrl.memory.arena import ALIGNMENT, Arena
 from sf_torchrl.memory.slab import (
+    DONE,
     ENV,
     FINAL,
+    MODE,
     OBSERVATION,
     POLICY,
+    REWARD,
     WAITED,
     Feature,
     Slab,
@@ -76,8 +79,9 @@ def test_a_slot_has_a_row_an_env_and_a_column_a_step():
     slab = Slab(LAYOUT)
     assert slab.numpy(FINAL, "camera", "left").shape == (5, 3, 7, 3, 5, 7)
     assert slab.numpy(POLICY, "state", "hidden").shape == (5, 3, 7, 9)
-    assert slab.numpy(POLICY, "policy_version").shape == (5, 3, 7)
-    assert slab.numpy(ENV, "reward").shape == (5, 3, 7)
+    assert slab.numpy(ENV, "policy_version").shape == (5, 3, 7)
+    assert slab.numpy(REWARD, "reward").shape == (5, 3, 7, 1)
+    assert slab.numpy(DONE, "terminated").shape == (5, 3, 7, 1)
 
 
 def test_observations_have_one_step_more():
@@ -91,7 +95,7 @@ def test_every_feature_keeps_its_dtype():
         assert slab.numpy(FINAL, *feature.key).dtype == feature.dtype
     for feature in OUTPUTS:
         assert slab.numpy(POLICY, *feature.key).dtype == feature.dtype
-    assert slab.numpy(POLICY, "policy_version").dtype == np.int64
+    assert slab.numpy(ENV, "policy_version").dtype == np.int64
     assert slab.numpy(ENV, "episode_return").dtype == np.float64
 
 
@@ -113,7 +117,7 @@ def test_leaves_begin_on_cache_lines_of_their_own_and_never_overlap():
 def test_what_is_written_to_one_leaf_is_read_from_it_alone():
     slab = Slab(LAYOUT)
     written = written_with_distinct_bytes(slab)
-    assert len(written) == len(set(KEYS)) == 2 * len(OBSERVATIONS) + len(OUTPUTS) + 8
+    assert len(written) == len(set(KEYS)) == 2 * len(OBSERVATIONS) + len(OUTPUTS) + 10
     for key, values in written.items():
         np.testing.assert_array_equal(slab.numpy(*key), values, err_msg=str(key))
 
@@ -124,7 +128,7 @@ def test_the_tensordict_shows_what_numpy_wrote():
     views = slab.tensordict()
     assert views.batch_size == (5, 3)
     shown = set(views.keys(include_nested=True, leaves_only=True))
-    assert shown == set(KEYS) - {(WAITED,)}
+    assert shown == set(KEYS) - {(WAITED,), (MODE,)}
     for key in shown:
         np.testing.assert_array_equal(views[key].numpy(), written[key])
 
@@ -199,11 +203,11 @@ def test_descriptors_do_not_grow_with_the_number_of_leaves():
 def test_closing_keeps_views_alive_and_leaves_no_descriptor_once_they_are_gone():
     before = num_descriptors()
     slab = Slab(LAYOUT)
-    view = slab.numpy(ENV, "reward")
+    view = slab.numpy(REWARD, "reward")
     slab.close()
     slab.close()
     view[...] = 3.0
-    assert (slab.numpy(ENV, "reward") == 3.0).all()
+    assert (slab.numpy(REWARD, "reward") == 3.0).all()
     del slab, view
     assert num_descriptors() == before
 

@@ -1,0 +1,128 @@
+"""TorchRL envs: what they observe and accept, and which of them are nothing but a gymnasium env.
+
+Imported only where an env is TorchRL's, which has imported torch already.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import gymnasium
+import torch
+from torchrl.data import Bounded, Categorical, Composite, OneHot, TensorSpec, Unbounded
+from torchrl.envs import EnvBase, GymEnv, GymLikeEnv, GymWrapper
+
+from sf_torchrl.envs.spaces import (
+    RESERVED_KEYS,
+    ActionSpec,
+    EnvError,
+    EnvSpecs,
+    UnsupportedSpaceError,
+)
+from sf_torchrl.memory.slab import Feature, Key
+
+
+def bare_gymnasium_env(env: EnvBase) -> gymnasium.Env[Any, Any] | None:
+    """The gymnasium env inside a ``GymEnv`` or ``GymWrapper`` that changes nothing of it."""
+    if type(env) not in (GymEnv, GymWrapper) or env.batch_size != torch.Size([]):
+        return None
+    inner = env._env
+    plain = (
+        isinstance(inner, gymnasium.Env)
+        and env.frame_skip == 1
+        and env.wrapper_frame_skip == 1
+        and not env.from_pixels
+        and not env.info_dict_reader
+    )
+    return cast("gymnasium.Env[Any, Any]", inner) if plain else None
+
+
+def is_one_hot(env: EnvBase) -> bool:
+    """Actions are TorchRL's one-hot vectors."""
+    return type(env.action_spec) is OneHot
+
+
+def read_torchrl_specs(env: EnvBase, name: str) -> EnvSpecs:
+    """Specs of a TorchRL env.
+
+    Raises:
+        EnvError: a batch size of more than one dimension, or a device other than the CPU.
+        UnsupportedSpaceError: something that no array of fixed shape can hold.
+    """
+    batch_size = tuple(env.batch_size)
+    if len(batch_size) > 1:
+        raise EnvError(
+            f"env {name!r} has batch_size {batch_size}; at most one dimension is supported"
+        )
+    if env.device is not None and env.device.type != "cpu":
+        raise EnvError(f"env {name!r} is on device {env.device}; env workers step envs on the CPU")
+    ndims = len(batch_size)
+    observation = _features(env.full_observation_spec, ndims, name)
+    taken = sorted(RESERVED_KEYS.intersection(f.key[0] for f in observation if len(f.key) == 1))
+    if taken:
+        raise UnsupportedSpaceError(
+            f"env {name!r} observes {taken}, which a batch needs itself; rename them, e.g. with "
+            "torchrl.envs.RenameTransform"
+        )
+    return EnvSpecs(
+        name=name,
+        path="vectorized" if batch_size else "generic",
+        envs_at_once=batch_size[0] if batch_size else 1,
+        observation=observation,
+        action=_action_spec(env.full_action_spec, ndims),
+        is_dict=True,
+        actions=_features(env.full_action_spec, ndims, name),
+        reward=_features(env.full_reward_spec, ndims, name),
+        done=_features(env.full_done_spec, ndims, name),
+        torchrl_action_spec=env.full_action_spec[0] if batch_size else env.full_action_spec,
+    )
+
+
+def _features(spec: Composite, ndims: int, name: str) -> tuple[Feature, ...]:
+    found = []
+    for key, leaf in spec.items(True, True):
+        path: Key = (key,) if isinstance(key, str) else tuple(key)
+        if path[-1].startswith("_"):  # private, as in TorchRL's collectors
+            continue
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        is_ragged = any(size < 0 for size in leaf.shape)
+        if not isinstance(leaf.dtype, torch.dtype) or dtype == "bfloat16" or is_ragged:
+            raise UnsupportedSpaceError(
+                f"env {name!r}: {'.'.join(path)!r} is {type(leaf).__name__} of shape "
+                f"{tuple(leaf.shape)} and dtype {leaf.dtype}; shared memory holds arrays of "
+                "numbers with a fixed shape. Leave it out, e.g. with torchrl.envs.ExcludeTransform"
+            )
+        found.append(Feature(path, dtype, tuple(leaf.shape[ndims:])))
+    return tuple(found)
+
+
+def _action_spec(full: Composite, ndims: int) -> ActionSpec:
+    leaves: list[TensorSpec] = list(full.values(True, True))
+    if len(leaves) != 1:
+        return ActionSpec(kind="other")
+    (leaf,) = leaves
+    shape = tuple(leaf.shape[ndims:])
+    if type(leaf) is OneHot and len(shape) == 1:
+        return ActionSpec(kind="discrete", n=shape[0], one_hot=True)
+    if type(leaf) is Categorical and shape == () and isinstance(leaf.space.n, int):
+        return ActionSpec(kind="discrete", n=leaf.space.n)
+    if isinstance(leaf, Bounded | Unbounded) and leaf.dtype.is_floating_point:
+        one = leaf[0] if ndims else leaf
+        low, high = (
+            tuple(bound.expand(shape).flatten().tolist())
+            for bound in (one.space.low, one.space.high)
+        )
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return ActionSpec(kind="box", shape=shape, dtype=dtype, low=low, high=high)
+    return ActionSpec(kind="other", shape=shape)
+
+
+def first_reset(env: EnvBase, seed: int) -> Any:
+    """Seed and reset, so that a wrapped gymnasium env begins as it does without its wrapper."""
+    env.set_seed(seed)
+    inner = env
+    while hasattr(inner, "base_env"):
+        inner = inner.base_env
+    if isinstance(inner, GymLikeEnv) and not inner.batch_size:
+        return env.reset(seed=seed)  # set_seed has reset it once: begin again, from the seed
+    return env.reset()

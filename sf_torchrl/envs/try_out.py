@@ -1,0 +1,201 @@
+"""Trying an env out before any process starts: what it observes and accepts, and whether it works.
+
+Free of torch unless the env is TorchRL's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from sf_torchrl.envs.factory import EnvFactory, env_name, is_env, is_torchrl, make_env
+from sf_torchrl.envs.spaces import (
+    EnvError,
+    EnvSpecs,
+    UnsupportedSpaceError,
+    pick,
+    read_specs,
+)
+from sf_torchrl.envs.vector import VectorEnvAdapter
+
+_OLD_API = (
+    "uses the Gym API from before 0.26; gymnasium's reset returns (observation, info) and its step "
+    "returns (observation, reward, terminated, truncated, info). Port it, or wrap it with shimmy"
+)
+
+
+def try_out(create_env_fn: EnvFactory) -> EnvSpecs:
+    """Make an env, reset it, step it once, close it, and return what it observes and accepts.
+
+    Raises:
+        EnvError: it breaks its interface's contract, or its constructor, ``reset`` or ``step``
+            raised (the original exception is the cause).
+        UnsupportedSpaceError: one of its spaces is not supported.
+    """
+    name = env_name(create_env_fn)
+    if is_env(create_env_fn):
+        raise EnvError(
+            f"create_env_fn is an env already ({type(create_env_fn).__name__}); give a function "
+            "that makes one, e.g. lambda: GymEnv('CartPole-v1'): every worker makes its own"
+        )
+    try:
+        env = make_env(create_env_fn)
+    except EnvError:
+        raise
+    except Exception as error:
+        raise EnvError(f"making env {name!r} raised {type(error).__name__}: {error}") from error
+    try:
+        if is_torchrl(env):
+            return _try_torchrl(env, name)
+        if isinstance(env, VectorEnv):
+            return _try_vectorized(env, name)
+        specs = read_specs(env.observation_space, env.action_space, name)
+        _try_single(env, specs)
+        return specs
+    finally:
+        env.close()
+
+
+def try_out_all(factories: Sequence[EnvFactory]) -> EnvSpecs:
+    """Try out each of several factories once; all must make the same kind of env.
+
+    Raises:
+        EnvError: two of them observe or accept different things; also as for :func:`try_out`.
+    """
+    distinct = list({id(factory): factory for factory in factories}.values())
+    first, *others = [try_out(factory) for factory in distinct]
+    for other in others:
+        if replace(other, name=first.name) != first:
+            raise EnvError(
+                f"envs differ between workers: {first.name!r} {_summary(first)}, "
+                f"{other.name!r} {_summary(other)}; all must observe and accept the same"
+            )
+    return first
+
+
+def _summary(specs: EnvSpecs) -> str:
+    observed = ", ".join(f"{'.'.join(f.key)} {f.dtype}{list(f.shape)}" for f in specs.observation)
+    return f"observes {observed} and takes {specs.action} ({specs.path} path)"
+
+
+def _try_single(env: gymnasium.Env[Any, Any], specs: EnvSpecs) -> None:
+    env.action_space.seed(0)
+    with _blamed(specs.name, "reset"):
+        result: Any = env.reset(seed=0)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise EnvError(f"env {specs.name!r} {_OLD_API}; its reset returned {_outline(result)}")
+    _check_observation(result[0], specs, "reset", ())
+    with _blamed(specs.name, "step"):
+        result = env.step(env.action_space.sample())
+    if not (isinstance(result, tuple) and len(result) == 5):
+        raise EnvError(f"env {specs.name!r} {_OLD_API}; its step returned {_outline(result)}")
+    _check_observation(result[0], specs, "step", ())
+    try:
+        float(result[1])
+    except (TypeError, ValueError):
+        raise EnvError(f"env {specs.name!r}: reward {result[1]!r} is not a number") from None
+
+
+def _try_vectorized(env: VectorEnv[Any, Any, Any], name: str) -> EnvSpecs:
+    adapter = VectorEnvAdapter(env, name)
+    count = adapter.num_envs
+    specs = read_specs(env.single_observation_space, env.single_action_space, name)
+    specs = replace(specs, path="vectorized", envs_at_once=count)
+    env.single_action_space.seed(0)
+    with _blamed(name, "reset"):
+        observation = env.reset()[0]
+    _check_observation(observation, specs, "reset", (count,))
+    actions = np.stack([np.asarray(env.single_action_space.sample()) for _ in range(count)])
+    with _blamed(name, "step"):
+        observation, *_ = adapter.step(actions)
+    _check_observation(observation, specs, "step", (count,))
+    return specs
+
+
+def _try_torchrl(env: Any, name: str) -> EnvSpecs:
+    from sf_torchrl.envs.torchrl_env import bare_gymnasium_env, is_one_hot, read_torchrl_specs
+
+    inner = bare_gymnasium_env(env)
+    if inner is not None:
+        with contextlib.suppress(UnsupportedSpaceError):  # TorchRL may have a spec for it
+            specs = read_specs(inner.observation_space, inner.action_space, name)
+            if is_one_hot(env):
+                one_hot = replace(specs.action, one_hot=True)
+                (action,) = specs.actions
+                specs = replace(
+                    specs, action=one_hot, actions=(replace(action, shape=(one_hot.n,)),)
+                )
+            _try_single(inner, specs)
+            return specs
+    specs = read_torchrl_specs(env, name)
+    with _blamed(name, "reset"):
+        found = env.reset()
+    _check_torchrl(found, specs.observation, specs, "reset")
+    with _blamed(name, "step"):
+        found = env.rand_step(found).get("next")
+    for features in (specs.observation, specs.reward, specs.done):
+        _check_torchrl(found, features, specs, "step")
+    return specs
+
+
+def _check_torchrl(found: Any, features: Sequence[Any], specs: EnvSpecs, method: str) -> None:
+    lead = (specs.envs_at_once,) if specs.path == "vectorized" else ()
+    for feature in features:
+        label = ".".join(feature.key)
+        value = found.get(feature.key, None)
+        if value is None:
+            raise EnvError(
+                f"env {specs.name!r}: {method} returned no {label!r}, which its specs have"
+            )
+        if tuple(value.shape) != lead + feature.shape:
+            raise EnvError(
+                f"env {specs.name!r}: {method} returned {label!r} of shape {tuple(value.shape)}, "
+                f"its specs say {lead + feature.shape}"
+            )
+
+
+@contextlib.contextmanager
+def _blamed(name: str, method: str) -> Iterator[None]:
+    """What an env raises becomes one line that names it."""
+    try:
+        yield
+    except TypeError as error:
+        if "seed" in str(error):  # reset() of an old env takes no seed
+            raise EnvError(f"env {name!r} {_OLD_API}; {method} raised: {error}") from error
+        raise EnvError(f"{method} of env {name!r} raised TypeError: {error}") from error
+    except Exception as error:
+        raise EnvError(
+            f"{method} of env {name!r} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _outline(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}"
+    return f"a {type(result).__name__}"
+
+
+def _check_observation(
+    observation: Any, specs: EnvSpecs, method: str, lead: tuple[int, ...]
+) -> None:
+    for feature in specs.observation:
+        label = ".".join(feature.key)
+        try:
+            part = pick(observation, feature.key) if specs.is_dict else observation
+            value = np.asarray(part)
+        except (KeyError, TypeError):
+            raise EnvError(
+                f"env {specs.name!r}: {method} returned no {label!r}, "
+                "which its observation_space has"
+            ) from None
+        if value.shape != lead + feature.shape:
+            raise EnvError(
+                f"env {specs.name!r}: {method} returned {label!r} of shape {value.shape}, "
+                f"its observation_space says {lead + feature.shape}"
+            )

@@ -1,0 +1,134 @@
+"""A collector that fills a replay buffer: what fits in, and filling it in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+
+class BufferWriter:
+    """Writes batches into a replay buffer, step by step where its storage is a row of steps.
+
+    Args:
+        buffer: TorchRL's.
+        example: a batch ``[B, T]`` of zeros, as it will be written.
+        whole_batches: batches are written as they are; False where trajectories are.
+        known: the example has the keys of what will be written; False where a user changes it.
+
+    Raises:
+        ValueError: the buffer cannot hold such batches.
+    """
+
+    def __init__(
+        self, buffer: ReplayBuffer, example: TensorDictBase, *, whole_batches: bool, known: bool
+    ) -> None:
+        if not isinstance(buffer, ReplayBuffer):
+            raise ValueError(
+                f"replay_buffer must be a torchrl.data.ReplayBuffer, got {type(buffer).__name__}"
+            )
+        self.buffer = buffer
+        storage = buffer.storage
+        self._ndim = int(getattr(storage, "ndim", 1))
+        if self._ndim > 2:
+            raise ValueError(
+                f"replay_buffer's storage has ndim={self._ndim}; batches are [rollout, time]: use "
+                "ndim=1 (steps) or ndim=2"
+            )
+        size, steps = getattr(storage, "max_size", None), example.numel()
+        if whole_batches and size is not None and size < steps:
+            raise ValueError(
+                f"replay_buffer's storage holds {size} steps, a batch frames_per_batch={steps}; "
+                "make the storage larger or the batch smaller"
+            )
+        if known:
+            self._check_stored(storage, example)
+
+    def _check_stored(self, storage: Any, example: TensorDictBase) -> None:
+        """A storage in use has its keys and shapes already."""
+        stored = getattr(storage, "_storage", None)
+        if not getattr(storage, "initialized", False) or not isinstance(stored, TensorDictBase):
+            return
+        kept = {key: tuple(v.shape[self._ndim :]) for key, v in stored.items(True, True)}
+        ours = {key: tuple(v.shape[2:]) for key, v in example.items(True, True)}
+        kept = {key: shape for key, shape in kept.items() if key in ours or key != "index"}
+        differing = sorted(str(key) for key in kept.keys() | ours if kept.get(key) != ours.get(key))
+        if differing:
+            raise ValueError(
+                f"replay_buffer holds other data than this collector writes; they differ in "
+                f"{', '.join(differing)}"
+            )
+
+    def write(self, batch: TensorDictBase) -> None:
+        """Add a batch ``[B, T]``."""
+        self.buffer.extend(batch.reshape(-1) if self._ndim == 1 else batch)
+
+
+class BackgroundCollection:
+    """Runs a collector's iterator in a thread; it writes into the replay buffer.
+
+    Args:
+        batches: the collector; each item is one write done.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self._turn = threading.Condition()
+        self._pauses = 0
+        self._busy = self._stop = False
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="sf_torchrl collector", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        iterator = iter(self._batches)
+        try:
+            while self._may_go_on():
+                next(iterator)
+                with self._turn:
+                    self._busy = False
+                    self._turn.notify_all()
+        except StopIteration:
+            pass
+        except Exception as error:  # raised where the collector is next asked for something
+            self.error = error
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+
+    def _may_go_on(self) -> bool:
+        with self._turn:
+            self._turn.wait_for(lambda: self._stop or not self._pauses)
+            self._busy = not self._stop
+            return self._busy
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more will be written."""
+        return self._thread.is_alive()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is written inside; waits for the batch that is being collected."""
+        with self._turn:
+            self._pauses += 1
+            self._turn.wait_for(lambda: not self._busy)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._pauses -= 1
+                self._turn.notify_all()
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End after the batch that is being collected, or at once where that is interrupted."""
+        with self._turn:
+            self._stop = True
+            self._turn.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
