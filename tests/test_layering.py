@@ -30,7 +30,7 @@ LAYERS = [  # a module may import only from lines above its own
     {"algorithms.loss"},
     {"memory.batch"},
     {"workers.protocol"},
-    {"workers.split"},
+    {"workers.split", "workers.torchrl_stepper"},
     {"workers.raw_split", "workers.vector_split", "workers.torchrl_split"},
     {"workers.supervisor", "workers.env_worker", "workers.inference_worker"},
     {"workers.engines"},

@@ -80,9 +80,9 @@ def gymnasium_env(env: Any) -> gymnasium.Env[Any, Any]:
         EnvError: there is none: it is vectorized, or TorchRL's own.
     """
     if is_torchrl(env):
-        from sf_torchrl.envs.torchrl_env import bare_gymnasium_env
+        from sf_torchrl.envs.torchrl_env import bare_gymnasium_env, without_counters
 
-        inner = bare_gymnasium_env(env)
+        inner = bare_gymnasium_env(without_counters(env))
         if inner is None:
             raise EnvError(f"{env!r} is no gymnasium env; this needs one")
         env = inner
@@ -123,8 +123,9 @@ def _make_limited(create_env_fn: EnvFactory, max_steps: int) -> Any:
         return TimeLimit(env, max_steps)
     from torchrl.envs import StepCounter, TransformedEnv
 
-    from sf_torchrl.envs.torchrl_env import bare_gymnasium_env
+    from sf_torchrl.envs.torchrl_env import bare_gymnasium_env, without_counters
 
+    env = without_counters(env)
     inner = bare_gymnasium_env(env)
     if inner is None:
         return TransformedEnv(env, StepCounter(max_steps=max_steps))

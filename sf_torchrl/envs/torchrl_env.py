@@ -10,7 +10,18 @@ from typing import Any, cast
 import gymnasium
 import torch
 from torchrl.data import Bounded, Categorical, Composite, OneHot, TensorSpec, Unbounded
-from torchrl.envs import EnvBase, GymEnv, GymLikeEnv, GymWrapper
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    GymEnv,
+    GymLikeEnv,
+    GymWrapper,
+    InitTracker,
+    RewardSum,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
 
 from sf_torchrl.envs.spaces import (
     RESERVED_KEYS,
@@ -35,6 +46,40 @@ def bare_gymnasium_env(env: EnvBase) -> gymnasium.Env[Any, Any] | None:
         and not env.info_dict_reader
     )
     return cast("gymnasium.Env[Any, Any]", inner) if plain else None
+
+
+def without_counters(env: EnvBase) -> EnvBase:
+    """The env without the transforms at its end that count what env workers count anyway.
+
+    A default InitTracker, StepCounter or RewardSum costs 15 to 20 us a step; the batch has the same
+    keys and values without them. One that another transform follows is left where it is.
+    """
+    if type(env) is not TransformedEnv or env.batch_size:
+        return env
+    if env.reward_keys != ["reward"] or tuple(env.reward_spec.shape) != (1,):
+        return env
+    whole = env.transform
+    transforms = list(whole.transforms) if type(whole) is Compose else [whole]
+    kept = len(transforms)
+    while kept and _is_counter(transforms[kept - 1]):
+        kept -= 1
+    if kept == len(transforms):
+        return env
+    rest = [transform.clone() for transform in transforms[:kept]]
+    return TransformedEnv(env.base_env, Compose(*rest)) if rest else env.base_env
+
+
+def _is_counter(transform: Transform) -> bool:
+    if type(transform) is InitTracker:
+        return list(transform.init_keys) == ["is_init"]
+    if type(transform) is StepCounter:
+        keys = list(transform.step_count_keys)
+        return transform.max_steps is None and keys == ["step_count"]
+    if type(transform) is RewardSum:
+        is_default = not transform.reward_spec and transform._reset_keys is None
+        sums = list(zip(transform.in_keys, transform.out_keys, strict=True))
+        return is_default and sums == [("reward", "episode_reward")]
+    return False
 
 
 def is_one_hot(env: EnvBase) -> bool:

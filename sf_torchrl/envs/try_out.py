@@ -119,8 +119,14 @@ def _try_vectorized(env: VectorEnv[Any, Any, Any], name: str) -> EnvSpecs:
 
 
 def _try_torchrl(env: Any, name: str) -> EnvSpecs:
-    from sf_torchrl.envs.torchrl_env import bare_gymnasium_env, is_one_hot, read_torchrl_specs
+    from sf_torchrl.envs.torchrl_env import (
+        bare_gymnasium_env,
+        is_one_hot,
+        read_torchrl_specs,
+        without_counters,
+    )
 
+    env = without_counters(env)
     inner = bare_gymnasium_env(env)
     if inner is not None:
         with contextlib.suppress(UnsupportedSpaceError):  # TorchRL may have a spec for it
