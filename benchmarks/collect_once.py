@@ -9,12 +9,8 @@ every system.
 import argparse
 import functools
 import json
-import os
 import time
 import warnings
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.filterwarnings("ignore")
 
 import gymnasium
 import torch
@@ -36,9 +32,6 @@ from torchrl.envs import (
 from torchrl.modules import ProbabilisticActor
 
 from benchmarks import machine
-
-AT_ONCE = 8
-"""Envs of a vectorized env."""
 
 
 def raw_env():
@@ -62,12 +55,12 @@ def transformed_env():
     )
 
 
-def gymnasium_vector_env(count=AT_ONCE):
+def gymnasium_vector_env(count):
     makers = [functools.partial(gymnasium.make, "CartPole-v1")] * count
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def vectorized_env(count=AT_ONCE):
+def vectorized_env(count):
     return GymWrapper(gymnasium_vector_env(count), categorical_action_encoding=True)
 
 
@@ -170,10 +163,14 @@ def main() -> None:
     parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--env", choices=OUR_ENVS, required=True)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON")
+    parser.add_argument("--at_once", type=int, default=32, help="envs of a vectorized env")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--warmup_s", type=float, default=2.0)
     arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    for makers in (OUR_ENVS, TORCHRL_ENVS):
+        makers["vectorized"] = functools.partial(makers["vectorized"], arguments.at_once)
     collector = SYSTEMS[arguments.system](arguments.env, **arguments.options)
     steps, first, begun = 0, None, None
     for batch in collector:
