@@ -103,7 +103,7 @@ class EngineParts:
             num_splits=config.num_splits,
             num_slots_per_split=config.num_slots_per_split,
             env_seeds=self.env_seeds(worker),
-            first_env=worker * config.num_envs_per_worker,
+            first_traj_id=(self.generation << 40) + worker * config.num_envs_per_worker,
             num_envs=config.num_envs,
         )
 

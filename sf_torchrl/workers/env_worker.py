@@ -45,7 +45,7 @@ def make_splits(config: EnvWorkerConfig, slab: Slab) -> list[EnvSplit]:
             views=views,
             slots=tuple(range(first_slot, first_slot + count)),
             seeds=config.env_seeds[split * k : (split + 1) * k],
-            first_env=config.first_env + split * k,
+            first_traj_id=config.first_traj_id + split * k,
             num_envs=config.num_envs,
         )
         splits.append(make(parts))

@@ -55,8 +55,8 @@ class EnvWorkerConfig:
     num_slots_per_split: int
     env_seeds: tuple[int, ...]
     """One a env, over all splits in order."""
-    first_env: int
-    """Index of the first env among those of all workers."""
+    first_traj_id: int
+    """Trajectory id of the first env's first episode; each env after it has the next one."""
     num_envs: int
     """Envs of all workers: trajectory ids count in steps of it."""
 

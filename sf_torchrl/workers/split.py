@@ -87,8 +87,8 @@ class SplitParts:
     """Indices of the split's slots, free at first."""
     seeds: tuple[int, ...]
     """One an env, for its first reset."""
-    first_env: int
-    """Index of the first env among those of all workers."""
+    first_traj_id: int
+    """Of the first env's first episode; each env after it has the next one."""
     num_envs: int
     """Envs of all workers."""
 
@@ -107,7 +107,7 @@ class EnvSplit(ABC):
         self._free = deque(parts.slots)
         self._rollout_length = views.traj_ids.shape[2]
         k = len(parts.seeds)
-        self._traj_ids = np.arange(parts.first_env, parts.first_env + k, dtype=np.int64)
+        self._traj_ids = np.arange(parts.first_traj_id, parts.first_traj_id + k, dtype=np.int64)
         self._num_envs = parts.num_envs
         self._returns = np.zeros(k)
         self._lengths = np.zeros(k, np.int64)

@@ -152,7 +152,7 @@ class Rollouts:
             views=SlabViews(self.slab, specs, ()),
             slots=tuple(range(1, num_slots + 1)),
             seeds=tuple(range(100, 100 + k)),
-            first_env=6,
+            first_traj_id=6,
             num_envs=10,
         )
         self.split = RawSplit(parts)
