@@ -33,16 +33,13 @@ from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.envs.try_out import try_out_all
 from sf_torchrl.memory.weights import WeightStore
-from sf_torchrl.models.policy_io import (
-    MadeInWorker,
+from sf_torchrl.models.given_policy import (
     Policy,
-    PolicyIO,
     RandomPolicy,
-    as_row_policy,
     as_tensordict_policy,
     published_module,
-    read_policy_io,
 )
+from sf_torchrl.models.policy_io import MadeInWorker, PolicyIO, as_row_policy, read_policy_io
 from sf_torchrl.models.row_policy import Given, RowPolicy
 from sf_torchrl.postprocess import PostProcessor
 from sf_torchrl.replay import BufferWriter
@@ -196,7 +193,7 @@ class SharedMemoryCollector(RunningCollector):
         self.config = replace(sizes, num_envs_per_worker=count, async_mode=async_mode)
         self._check_envs_at_once()
         if self.config.num_workers:
-            for factory in set(self._factories):
+            for factory in {id(factory): factory for factory in self._factories}.values():
                 check_picklable("create_env_fn", factory)
             check_picklable("policy", self._make_row_policy())
         self.weight_store = WeightStore(published_module(self.policy))

@@ -16,7 +16,7 @@ from torchrl.weight_update import (
 )
 
 from sf_torchrl.memory.weights import Weights, WeightStore
-from sf_torchrl.models.policy_io import published_module
+from sf_torchrl.models.given_policy import published_module
 
 _REMOTE = (DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme)
 

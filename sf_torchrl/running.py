@@ -19,7 +19,8 @@ from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.batch import BatchAssembler, Episode
 from sf_torchrl.memory.slab import MODE, WAITED, Slab, SlabLayout
-from sf_torchrl.models.policy_io import PolicyIO, published_module
+from sf_torchrl.models.given_policy import published_module
+from sf_torchrl.models.policy_io import PolicyIO
 from sf_torchrl.models.row_policy import EXPLORATION, RowPolicy
 from sf_torchrl.postprocess import PostProcessor
 from sf_torchrl.publishing import PublishingCollector

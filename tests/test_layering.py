@@ -26,6 +26,7 @@ LAYERS = [  # a module may import only from lines above its own
     {"memory.weights", "models.encoders"},
     {"models.network"},
     {"models.actor_critic", "models.row_policy", "models.random_actions"},
+    {"models.given_policy"},
     {"models.policy_io"},
     {"algorithms.loss"},
     {"memory.batch"},

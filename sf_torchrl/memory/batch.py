@@ -59,21 +59,21 @@ class BatchAssembler:
         self._num_rollouts = num_rollouts
         self._steps = steps = layout.rollout_length
         views = slab.tensordict()
-        observed = [(f.key, views.get((OBSERVATION, *f.key))) for f in layout.observation]
+        # Keys that begin with an underscore are private, as in TorchRL's collectors.
+        features = [f for f in layout.observation if not f.key[-1].startswith("_")]
+        observed = [(f.key, views.get((OBSERVATION, *f.key))) for f in features]
         self._sources = [_Source(key, rows[:, :, :steps]) for key, rows in observed]
         self._sources += [_Source(f.key, views.get((POLICY, *f.key))) for f in layout.policy]
         self._sources += [
             _Source(("policy_version",), views.get((ENV, "policy_version"))),
             _Source(("collector", "traj_ids"), views.get((ENV, "traj_ids"))),
         ]
-        for group, features in ((REWARD, layout.reward), (DONE, layout.done)):
-            self._sources += [
-                _Source(("next", *f.key), views.get((group, *f.key))) for f in features
-            ]
+        for group, given in ((REWARD, layout.reward), (DONE, layout.done)):
+            self._sources += [_Source(("next", *f.key), views.get((group, *f.key))) for f in given]
         self._next, self._final = [], []
         if not compact:
             self._next = [_Source(("next", *key), rows[:, :, 1:]) for key, rows in observed]
-            self._final = [views.get((FINAL, *f.key)) for f in layout.observation]
+            self._final = [views.get((FINAL, *f.key)) for f in features]
         self._roots = [(f.key, f.shape) for f in layout.done]
         self._derive_done = {f.key[-1] for f in layout.done} == set(ENDS)
         if self._derive_done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,19 +10,22 @@ from typing import Any, cast
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
+from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 from torchrl.modules.utils import get_primers_from_module
 
 from sf_torchrl.envs.spaces import RESERVED_KEYS, EnvSpecs
 from sf_torchrl.memory.slab import Feature, Key
 from sf_torchrl.models.actor_critic import ActorCritic
-from sf_torchrl.models.random_actions import check_random_actions, random_actions
+from sf_torchrl.models.given_policy import (
+    Policy,
+    as_tensordict_policy,
+    fake_observations,
+    first_line,
+    published_module,
+    zeros,
+)
 from sf_torchrl.models.row_policy import NetworkPolicy, RowPolicy
-
-Policy = nn.Module | Callable[..., Any]
-"""A TensorDict module, a module or function from the env's observations to actions, or a function
-from TensorDict to TensorDict."""
 
 
 @dataclass(frozen=True)
@@ -33,142 +35,14 @@ class PolicyIO:
     in_keys: tuple[Key, ...]
     outputs: tuple[Feature, ...]
     state: tuple[Feature, ...] = ()
-    """Recurrent state: read under its key, written under ``("next", key)``."""
-
-
-class RandomPolicy(nn.Module):
-    """Uniform random actions.
-
-    Args:
-        specs: of the env; every bound of its action must be finite.
-
-    Raises:
-        ValueError: an unbounded action.
-    """
-
-    in_keys: tuple[str, ...] = ()
-
-    def __init__(self, specs: EnvSpecs) -> None:
-        super().__init__()
-        check_random_actions(specs)
-        self._specs = specs
-        self.out_keys = [unravel_key(feature.key) for feature in specs.actions]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the action."""
-        drawn = random_actions(self._specs, tensordict.numel())
-        for key, action in zip(self.out_keys, drawn, strict=True):
-            tensordict.set(key, action.view(*tensordict.batch_size, *action.shape[1:]))
-        return tensordict
-
-
-class TensorPolicy(TensorDictModule):
-    """A module or function from observations to the action."""
-
-
-class FunctionPolicy(nn.Module):
-    """A function from TensorDict to TensorDict; what it adds are its out-keys.
-
-    Args:
-        function: the function, or a module without ``in_keys``.
-        specs: of the env.
-    """
-
-    def __init__(
-        self, function: Callable[[TensorDictBase], TensorDictBase], specs: EnvSpecs
-    ) -> None:
-        super().__init__()
-        self.function = function
-        fake = fake_observations(specs, 2)
-        before = set(fake.keys(True, True))
-        self.in_keys = [unravel_key(f.key) for f in (*specs.observation, *specs.tracked)]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            after = function(fake)
-        if not isinstance(after, TensorDictBase):
-            raise ValueError(
-                f"policy {_label(function)} takes a TensorDict and must return it with an "
-                f"'action'; it returned {type(after).__name__}"
-            )
-        self.out_keys = [key for key in after.keys(True, True) if key not in before]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What the function says."""
-        return self.function(tensordict)
-
-
-def as_tensordict_policy(policy: Policy, specs: EnvSpecs) -> nn.Module:
-    """The policy with ``in_keys`` and ``out_keys``, as TorchRL's collectors wrap it.
-
-    A module or function whose parameters are named after observation keys is called with those;
-    any other of one parameter with the whole TensorDict.
-
-    Raises:
-        ValueError: it can be called in neither way.
-    """
-    if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
-        return cast(nn.Module, policy)
-    if not callable(policy):
-        raise ValueError(
-            f"policy must be a TensorDict module or a function, got {type(policy).__name__}"
-        )
-    parameters = inspect.signature(getattr(policy, "forward", policy)).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    observed = [f.key[0] for f in specs.observation if len(f.key) == 1]
-    if required and set(required) <= set(observed):
-        return TensorPolicy(policy, in_keys=required, out_keys=[specs.actions[0].key])
-    if len(required) == 1:
-        try:
-            return FunctionPolicy(policy, specs)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"policy {_label(policy)} fails on a TensorDict of the observations of env "
-                f"{specs.name!r}: {_first_line(error)}. Name its parameter after an "
-                f"observation ({', '.join(observed)}), or wrap it in tensordict.nn.TensorDictModule"
-            ) from error
-    raise ValueError(
-        f"policy {_label(policy)} takes {required}; env {specs.name!r} observes {observed}. Name "
-        "its parameters after observations, or wrap it in tensordict.nn.TensorDictModule"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _label(policy: object) -> str:
-    return getattr(policy, "__name__", type(policy).__name__)
-
-
-def published_module(policy: nn.Module) -> nn.Module:
-    """The module whose weights are published: the user's own where ours is wrapped around it."""
-    inner: object = policy
-    if isinstance(policy, FunctionPolicy):
-        inner = policy.function
-    elif isinstance(policy, TensorPolicy):
-        inner = policy.module
-    return inner if isinstance(inner, nn.Module) else policy
+    """Recurrent state, and what a policy keeps to itself from step to step."""
+    state_outputs: tuple[Key, ...] = ()
+    """Where each state is written: ``("next", key)``, or its own key if that is private."""
 
 
 def _as_keys(keys: Iterable[Any]) -> list[Key]:
     unraveled = (unravel_key(key) for key in keys)
     return [(key,) if isinstance(key, str) else tuple(key) for key in unraveled]
-
-
-def fake_observations(specs: EnvSpecs, count: int) -> TensorDict:
-    """``[count]`` observations of zeros, at an episode's start."""
-    found = TensorDict({}, batch_size=[count])
-    for feature in (*specs.observation, *specs.tracked):
-        found.set(feature.key, _zeros(feature, count))
-    if "is_init" in found.keys():  # noqa: SIM118 (a TensorDict's iterator is over its rows)
-        found.get("is_init").fill_(True)
-    return found
-
-
-def _zeros(feature: Feature, count: int) -> Tensor:
-    dtype = torch.from_numpy(np.zeros(0, feature.dtype)).dtype
-    return torch.zeros(count, *feature.shape, dtype=dtype)
 
 
 @torch.no_grad()
@@ -186,7 +60,8 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True)
     """
     in_keys, out_keys = _as_keys(cast(Any, policy.in_keys)), _as_keys(cast(Any, policy.out_keys))
     written_next = {key[1:] for key in out_keys if key[0] == "next"}
-    out_keys = [key for key in out_keys if key[0] != "next" and not key[-1].startswith("_")]
+    private = [key for key in out_keys if key[0] != "next" and key[-1].startswith("_")]
+    out_keys = [key for key in out_keys if key[0] != "next" and key not in private]
     state = _state_features(policy, [key for key in in_keys if key in written_next], specs)
     state_keys = {feature.key for feature in state}
     observed = [f.key for f in (*specs.observation, *specs.tracked) if f.key not in state_keys]
@@ -194,7 +69,7 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True)
     count = 2
     fake = fake_observations(specs, count)
     for feature in state:
-        fake.set(feature.key, _zeros(feature, count))
+        fake.set(feature.key, zeros(feature, count))
     probe = _copied(policy) if may_copy else policy
     was_training = probe.training
     try:
@@ -202,13 +77,20 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True)
             answer = probe.eval()(fake)
     except Exception as error:
         raise ValueError(
-            f"the policy fails on observations of env {specs.name!r}: {_first_line(error)}"
+            f"the policy fails on observations of env {specs.name!r}: {first_line(error)}"
         ) from error
     finally:
         probe.train(was_training)
     outputs = tuple(_feature(key, answer.get(key), count) for key in out_keys)
     _check_action(answer, specs)
-    return PolicyIO(tuple(in_keys), outputs, state)
+    # Private keys stay in a policy's TensorDict from step to step, as an exploration noise's do.
+    kept = [key for key in private if answer.get(key, None) is not None]
+    return PolicyIO(
+        in_keys=(*in_keys, *(key for key in kept if key not in in_keys)),
+        outputs=outputs,
+        state=(*state, *(_feature(key, answer.get(key), count) for key in kept)),
+        state_outputs=(*(("next", *feature.key) for feature in state), *kept),
+    )
 
 
 def _copied(policy: nn.Module) -> nn.Module:
@@ -323,8 +205,7 @@ class TensorDictPolicy(RowPolicy):
         super().__init__()
         self.module = module
         self._io = io
-        self._out_keys: list[Any] = [feature.key for feature in io.outputs]
-        self._out_keys += [("next", *feature.key) for feature in io.state]
+        self._out_keys = [*(feature.key for feature in io.outputs), *io.state_outputs]
 
     @property
     def weights(self) -> nn.Module:
@@ -344,7 +225,7 @@ class TensorDictPolicy(RowPolicy):
 def as_row_policy(policy: nn.Module, io: PolicyIO) -> RowPolicy:
     """The policy as the inference worker runs it; shares its parameters."""
     if type(policy) is ActorCritic:  # a subclass may act otherwise
-        return NetworkPolicy(policy.network)
+        return NetworkPolicy(policy.network.eval())
     return TensorDictPolicy(policy, io)
 
 

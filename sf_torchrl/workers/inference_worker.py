@@ -40,7 +40,7 @@ class PolicyServer:
     def __init__(
         self, policy: RowPolicy, slab: Slab, store: WeightStore, config: PolicyServerConfig
     ) -> None:
-        self._policy = policy.eval()
+        self._policy = policy
         self._store = store
         self._inputs = [slab.numpy(OBSERVATION, *key) for key in config.in_keys]
         # Leaf, and which step's row is written: a recurrent state holds before the next step.
