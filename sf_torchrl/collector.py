@@ -210,6 +210,7 @@ class SharedMemoryCollector(RunningCollector):
             split_trajs=bool(split_trajs),
             postproc=postproc,
             storing_device=None if storing_device is None else torch.device(storing_device),
+            num_envs=self.config.num_envs,
         )
         self._set_destination(replay_buffer, trajs_per_batch, trajs_per_write, traj_format)
 

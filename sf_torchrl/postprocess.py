@@ -26,6 +26,8 @@ class PostProcessor:
     """The user's own."""
     storing_device: torch.device | None = None
     """Where batches are handed over; None leaves them on the CPU."""
+    num_envs: int = 1
+    """Envs of all workers: an env's trajectory ids are equal modulo it."""
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch as it is handed over; ``batch`` itself may be changed."""
@@ -38,8 +40,13 @@ class PostProcessor:
         if self.storing_device is not None:
             batch = batch.to(self.storing_device)
         if self.split_trajs:
-            batch = split_trajectories(batch, prefix="collector")
+            batch = split_trajectories(self._by_env(batch), prefix="collector")
         return batch if self.postproc is None else self.postproc(batch)
+
+    def _by_env(self, batch: TensorDictBase) -> TensorDictBase:
+        """Rollouts of one env one after the other: TorchRL splits where the id changes."""
+        first_ids = batch.get(("collector", "traj_ids"))[:, 0]
+        return batch[(first_ids % self.num_envs).argsort(stable=True)]
 
 
 def _set_truncated(batch: TensorDictBase) -> None:

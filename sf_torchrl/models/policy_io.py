@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
+from torchrl.envs import Compose
 from torchrl.modules.utils import get_primers_from_module
 
 from sf_torchrl.envs.spaces import RESERVED_KEYS, EnvSpecs
@@ -65,6 +66,7 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True)
     state = _state_features(policy, [key for key in in_keys if key in written_next], specs)
     state_keys = {feature.key for feature in state}
     observed = [f.key for f in (*specs.observation, *specs.tracked) if f.key not in state_keys]
+    in_keys += [key for key in _undeclared_keys(policy) if key in observed and key not in in_keys]
     _check_keys(in_keys, out_keys, observed, state_keys, written_next, specs)
     count = 2
     fake = fake_observations(specs, count)
@@ -93,6 +95,12 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True)
     )
 
 
+def _undeclared_keys(policy: nn.Module) -> list[Key]:
+    """Where episodes begin, for TorchRL's modules that read it and do not say so (noise)."""
+    named = (getattr(module, "is_init_key", None) for module in policy.modules())
+    return list(dict.fromkeys(_as_keys(key for key in named if key is not None)))
+
+
 def _copied(policy: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(policy).cpu()
@@ -108,8 +116,8 @@ def _state_features(policy: nn.Module, keys: list[Key], specs: EnvSpecs) -> tupl
     if not keys:
         return ()
     known = {feature.key: feature for feature in specs.observation}
-    primer: Any = get_primers_from_module(policy, warn=False)
-    if primer is not None:
+    found: Any = get_primers_from_module(policy, warn=False)
+    for primer in found if isinstance(found, Compose) else [] if found is None else [found]:
         for key, spec in primer.primers.items(True, True):
             path: Key = (key,) if isinstance(key, str) else key
             dtype = str(spec.dtype).removeprefix("torch.")

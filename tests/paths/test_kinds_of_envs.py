@@ -1,0 +1,351 @@
+"""What may be given as create_env_fn, which path it takes, and what is refused before a start."""
+
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from seeded import cartpole, telling
+from torchrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, StepCounter, TransformedEnv
+from torchrl.testing.mocking_classes import (
+    ContinuousActionVecMockEnv,
+    CountingBatchedEnv,
+    CountingEnv,
+    HeterogeneousCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+)
+
+from sf_torchrl import ActorCritic, SharedMemoryCollector
+
+SMALL = {"rollout_length": 5, "frames_per_batch": 60}
+
+
+def same_step(count, make=cartpole):
+    return SyncVectorEnv([make] * count, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def ones_of(make):
+    """A policy that writes ones for every action key of a TorchRL env."""
+    spec = make().full_action_spec
+
+    def act(td):
+        return td.update(spec.expand(*td.batch_size, *spec.shape).one())
+
+    return act
+
+
+class WithReader(GymEnv):
+    """A GymEnv of one's own: nobody knows what it changes."""
+
+
+def reading_infos():
+    env = GymEnv("CartPole-v1")
+    env.set_info_dict_reader(lambda info, tensordict: tensordict)
+    return env
+
+
+PATHS = [
+    ("CartPole-v1", "raw"),
+    ("seeded:cartpole", "raw"),
+    (cartpole, "raw"),
+    (lambda: GymEnv("CartPole-v1"), "raw"),
+    (lambda: GymWrapper(cartpole()), "raw"),
+    (EnvCreator(lambda: GymEnv("CartPole-v1")), "raw"),
+    (lambda: GymEnv("CartPole-v1", frame_skip=2), "generic"),
+    (reading_infos, "generic"),
+    (lambda: WithReader("CartPole-v1"), "generic"),
+    (lambda: GymEnv("FrozenLake-v1"), "generic"),  # its observation is a Discrete
+    (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=4)), "generic"),
+    (partial(CountingEnv, max_steps=4), "generic"),
+    (partial(same_step, 2), "vectorized"),
+    (lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")), "vectorized"),
+    (
+        lambda: CountingBatchedEnv(max_steps=torch.tensor([4, 6]), batch_size=(2,)),
+        "vectorized",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("create_env_fn", "path"), PATHS)
+def test_what_is_made_decides_the_path(make_collector, create_env_fn, path):
+    collector = make_collector(create_env_fn, num_envs_per_worker=None, **SMALL)
+    batch = next(iter(collector))
+    assert collector.stats()["path"] == path
+    assert batch.batch_size == (12, 5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(CountingEnv, max_steps=4),
+        partial(NestedCountingEnv, max_steps=4),
+        partial(MultiKeyCountingEnv, max_steps=4),
+        ContinuousActionVecMockEnv,
+    ],
+)
+def test_every_key_of_a_torchrl_env_is_in_the_batch(make_collector, make):
+    env = make()
+    batch = next(iter(make_collector(make, num_envs_per_worker=1, num_splits=1, **SMALL)))
+    flat = batch.reshape(-1)
+    expected = env.rand_step(env.reset())
+    for key, value in expected.items(include_nested=True, leaves_only=True):
+        if str(key[-1] if isinstance(key, tuple) else key).startswith("_"):
+            continue
+        assert flat.get(key).shape == (60, *value.shape), key
+        assert flat.get(key).dtype == value.dtype, key
+
+
+@pytest.mark.parametrize("max_steps", [3, 8])
+def test_a_nested_env_ends_resets_and_counts_trajectories(make_collector, max_steps):
+    make = partial(NestedCountingEnv, max_steps=max_steps)
+    collector = make_collector(make, ones_of(make), num_envs_per_worker=1, **SMALL)
+    flat = next(iter(collector)).reshape(-1)
+    ids = flat["collector", "traj_ids"]
+    done = flat["next", "data", "done"].flatten(1).any(-1)
+    assert (ids.diff() != 0).tolist() == done[:-1].tolist()
+    assert done.sum() == 60 // (max_steps + 1)
+
+
+# -- several envs at once ------------------------------------------------------------------------
+
+
+def test_vector_envs_are_put_side_by_side_in_a_split(make_collector):
+    collector = make_collector(
+        partial(same_step, 2),
+        num_envs_per_worker=8,
+        num_splits=2,
+        rollout_length=4,
+        frames_per_batch=64,
+    )
+    batches = [batch for _, batch in zip(range(5), collector, strict=False)]
+    ids = torch.cat([b["collector", "traj_ids"] for b in batches]) % 8
+    assert sorted(ids.unique().tolist()) == list(range(8))
+
+
+def test_sizes_that_vector_envs_do_not_fit_into_are_refused():
+    with pytest.raises(ValueError, match=r"steps 4 envs at once: num_envs_per_worker=6 .*e\.g\. 8"):
+        SharedMemoryCollector(partial(same_step, 4), num_envs_per_worker=6, frames_per_batch=1024)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gymnasium.make_vec("CartPole-v1", num_envs=2),
+        lambda: gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync"),
+        lambda: SyncVectorEnv([cartpole] * 2),
+    ],
+)
+def test_autoreset_in_the_next_step_is_refused(make):
+    with pytest.raises(ValueError, match="NEXT_STEP, whose steps after an episode's end are no"):
+        SharedMemoryCollector(make, frames_per_batch=1024)
+
+
+def envpool_cartpole(**kwargs):
+    envpool = pytest.importorskip("envpool")
+    options = {"num_envs": 3, "max_episode_steps": 12, **kwargs}
+    return envpool.make("CartPole-v1", env_type="gymnasium", **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*precision lowered:UserWarning")
+def test_envpool_loses_no_step_and_no_final_observation(make_collector):
+    pytest.importorskip("envpool")
+    collector = make_collector(
+        envpool_cartpole, num_envs_per_worker=None, rollout_length=20, frames_per_batch=600
+    )
+    batch = next(iter(collector))
+    assert collector.stats()["path"] == "vectorized"
+    for lane in (batch[i::3].reshape(-1) for i in range(3)):
+        done = lane["next", "done"][:, 0]
+        assert done.sum() > 10
+        following = lane["next", "observation"][:-1]
+        assert (following == lane["observation"][1:])[~done[:-1]].all()
+        assert (lane["next", "reward"] == 1).all()  # a reset that took a step would earn nothing
+        started = lane["observation"][1:][done[:-1]]
+        assert (started.abs() <= 0.05).all()
+        assert lane["step_count"].max() == 11
+
+
+@pytest.mark.filterwarnings("ignore:.*precision lowered:UserWarning")
+@pytest.mark.multiprocess
+def test_envpools_of_several_workers_differ(make_collector):
+    pytest.importorskip("envpool")
+    collector = make_collector(
+        envpool_cartpole,
+        num_workers=2,
+        num_envs_per_worker=3,
+        frames_per_batch=30,
+        async_mode=False,
+    )
+    batch = next(iter(collector))
+    first = batch["observation"][batch["is_init"][..., 0]]
+    assert len(first.unique(dim=0)) == len(first)
+
+
+def test_an_envpool_that_steps_a_part_of_its_envs_is_refused():
+    pytest.importorskip("envpool")
+    with pytest.raises(ValueError, match="batch_size 2 and num_envs 3"):
+        SharedMemoryCollector(partial(envpool_cartpole, batch_size=2), frames_per_batch=1024)
+
+
+# -- functions, lists and arguments --------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_a_list_has_a_function_for_each_worker(make_collector):
+    makers = [partial(CountingEnv, max_steps=2), partial(CountingEnv, max_steps=4)]
+    collector = make_collector(
+        makers,
+        ones_of(makers[0]),
+        num_workers=None,
+        num_envs_per_worker=1,
+        frames_per_batch=200,
+        async_mode=False,
+    )
+    batch = next(iter(collector))
+    assert collector.config.num_workers == 2
+    lengths = {
+        worker: batch["step_count"][(batch["collector", "traj_ids"] % 2 == worker)].max().item()
+        for worker in (0, 1)
+    }
+    assert lengths == {0: 2, 1: 4}
+
+
+def test_a_list_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="2 functions for num_workers=3"):
+        SharedMemoryCollector([cartpole] * 2, num_workers=3, frames_per_batch=1024)
+
+
+def test_envs_that_differ_between_workers_are_refused(family):
+    makers = ["CartPole-v1", "Pendulum-v1"]
+    with pytest.raises(ValueError, match=r"'CartPole-v1' observes .*\[4\].*'Pendulum-v1'.*\[3\]"):
+        SharedMemoryCollector(makers, frames_per_batch=1024)
+    assert family.members() == {}
+
+
+def test_an_env_in_place_of_a_function_is_refused():
+    for env in (cartpole(), GymEnv("CartPole-v1"), same_step(2)):
+        with pytest.raises(ValueError, match="give a function that makes one"):
+            SharedMemoryCollector(env, frames_per_batch=1024)
+
+
+@pytest.mark.parametrize(
+    "create_env_fn", [lambda render_mode: gymnasium.make("CartPole-v1"), "CartPole-v1"]
+)
+def test_arguments_for_the_function_are_passed_on(make_collector, create_env_fn):
+    kwargs = {"render_mode": "rgb_array"}
+    collector = make_collector(create_env_fn, create_env_kwargs=kwargs)
+    assert next(iter(collector)).batch_size == (4, 5)
+
+
+def test_arguments_may_differ_between_workers():
+    with pytest.raises(ValueError, match="1 entries for num_workers=2"):
+        SharedMemoryCollector(
+            cartpole, create_env_kwargs=[{"limit": 3}], num_workers=2, frames_per_batch=1024
+        )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(cartpole, limit=500),
+        lambda: GymWrapper(cartpole(limit=500)),
+        lambda: SerialEnv(1, lambda: GymWrapper(cartpole(limit=500))),
+        partial(CountingEnv, max_steps=100),
+    ],
+)
+def test_max_frames_per_traj_truncates_on_every_path(make_collector, make):
+    collector = make_collector(
+        make, max_frames_per_traj=6, num_envs_per_worker=1, rollout_length=50, frames_per_batch=50
+    )
+    (row,) = next(iter(collector))
+    assert row["next", "truncated"][:, 0].nonzero()[:, 0].tolist() == list(range(5, 50, 6))
+    assert row["next", "step_count"].max() == 6
+
+
+def test_max_frames_per_traj_of_a_vector_env_is_refused():
+    with pytest.raises(ValueError, match=r"max_frames_per_traj=6 .*TimeLimit around each"):
+        SharedMemoryCollector(partial(same_step, 2), max_frames_per_traj=6, frames_per_batch=1024)
+
+
+def test_what_shared_memory_cannot_hold_is_refused():
+    for make in (partial(HeterogeneousCountingEnv, max_steps=4), lambda: GymEnv("Blackjack-v1")):
+        with pytest.raises(ValueError, match="arrays of numbers with a fixed shape"):
+            SharedMemoryCollector(make, frames_per_batch=1024)
+
+
+# -- seeds and trajectories ----------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_every_env_has_a_seed_of_its_own_on_every_path(make_collector):
+    for make in (telling, partial(same_step, 2, telling), lambda: GymWrapper(telling())):
+        collector = make_collector(
+            make, num_workers=2, num_envs_per_worker=2, frames_per_batch=20, async_mode=False
+        )
+        assert next(iter(collector))["base"].unique().numel() == 4
+        collector.shutdown()
+
+
+def test_trajectory_ids_are_unique_over_envs_and_over_a_resumption(make_collector):
+    seen = []
+
+    def collect(collector):
+        for _, batch in zip(range(6), collector, strict=False):
+            ids, starts = batch["collector", "traj_ids"], batch["is_init"][..., 0]
+            seen.extend(ids[starts].tolist())
+
+    first = make_collector(cartpole, num_envs_per_worker=4, num_splits=2, frames_per_batch=40)
+    collect(first)
+    second = make_collector(cartpole, num_envs_per_worker=4, num_splits=2, frames_per_batch=40)
+    second.load_state_dict(first.state_dict())
+    collect(second)
+    assert len(seen) == len(set(seen)) > 8
+
+
+def test_counts_go_on_over_rollouts_and_begin_anew_with_episodes(make_collector):
+    collector = make_collector(
+        cartpole, num_envs_per_worker=1, rollout_length=4, frames_per_batch=4
+    )
+    count, total = 0, 0.0
+    for _, batch in zip(range(60), collector, strict=False):
+        for step in batch.reshape(-1):
+            assert step["step_count"].item() == count
+            assert step["episode_reward"].item() == total
+            assert step["is_init"].item() == (count == 0)
+            count, total = count + 1, total + step["next", "reward"].item()
+            assert step["next", "step_count"].item() == count
+            assert step["next", "episode_reward"].item() == total
+            if step["next", "done"].item():
+                count, total = 0, 0.0
+
+
+class Chirping(gymnasium.ObservationWrapper):
+    """Has the worker's key itself."""
+
+    def __init__(self):
+        super().__init__(cartpole())
+        self.observation_space = gymnasium.spaces.Dict(
+            {
+                "observation": self.env.observation_space,
+                "step_count": gymnasium.spaces.Box(0, 9, (2,), np.float32),
+            }
+        )
+
+    def observation(self, observation):
+        return {"observation": observation, "step_count": np.full(2, 7, np.float32)}
+
+
+def test_a_key_of_the_envs_own_goes_before_the_workers(make_collector):
+    batch = next(iter(make_collector(Chirping)))
+    assert (batch["step_count"] == 7).all()
+    assert batch["is_init"].dtype == torch.bool
+
+
+def test_a_network_does_not_look_at_what_is_counted():
+    policy = ActorCritic.for_env(partial(TransformedEnv, GymEnv("CartPole-v1"), StepCounter(5)))
+    assert policy.in_keys == ["observation"]
