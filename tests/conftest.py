@@ -11,6 +11,14 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _resource_tracker():
+    """Python's, which TorchRL's buffers start: it is this process's, and no test's."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
+
+
 @pytest.fixture
 def family():
     """The processes that this test starts; none may outlive it."""
