@@ -87,15 +87,15 @@ PEERS = [multi(8), multi(32), multi(64), multi(32, sync=True), SINGLE]
 TABLES = {
     "raw": (
         "CartPole-v1: gymnasium env here, GymEnv there (raw path)",
-        [ours(256), ours(64), *PEERS, grouped(8), grouped(32), slots(4), slots(16)],
+        [ours(256), ours(64), *PEERS, grouped(8), grouped(32), slots(8)],
     ),
     "counted": (
         "GymEnv with InitTracker, StepCounter, RewardSum (counted by the workers: raw path)",
-        [ours(256), *PEERS],
+        [ours(256), multi(32), multi(64)],
     ),
     "transformed": (
         "GymEnv with ObservationNorm, RewardScaling, StepCounter(max_steps) (generic path)",
-        [ours(64), ours(128), *PEERS, grouped(8), slots(4)],
+        [ours(64), ours(128), *PEERS, grouped(8)],
     ),
     "vectorized": (
         "SyncVectorEnv here, GymWrapper around it there (vectorized path)",
