@@ -27,7 +27,10 @@ from torch import nn
 from torchrl.data import ReplayBuffer
 from torchrl.weight_update import WeightSyncScheme
 
-from sf_torchrl.arguments import env_factories, refuse_not_taken
+from sf_torchrl.collection.arguments import env_factories, refuse_not_taken
+from sf_torchrl.collection.postprocess import PostProcessor
+from sf_torchrl.collection.replay import BufferWriter
+from sf_torchrl.collection.running import RunningCollector
 from sf_torchrl.config import CollectorConfig
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
@@ -41,9 +44,6 @@ from sf_torchrl.models.given_policy import (
 )
 from sf_torchrl.models.policy_io import MadeInWorker, PolicyIO, as_row_policy, read_policy_io
 from sf_torchrl.models.row_policy import Given, RowPolicy
-from sf_torchrl.postprocess import PostProcessor
-from sf_torchrl.replay import BufferWriter
-from sf_torchrl.running import RunningCollector
 from sf_torchrl.workers.supervisor import check_picklable
 
 RETURN_WINDOW = 100

@@ -63,7 +63,8 @@ class CollectorConfig:
         _check(
             self.frames_per_batch % self.rollout_length == 0,
             f"frames_per_batch={self.frames_per_batch} must be a multiple of "
-            f"rollout_length={self.rollout_length}: a batch is made of whole rollouts",
+            f"rollout_length={self.rollout_length}: a batch is made of whole rollouts; "
+            f"rollout_length={self._divisor()} would do",
         )
         if not self.async_mode:
             _check(
@@ -72,6 +73,11 @@ class CollectorConfig:
                 f"frames_per_batch={self.frames_per_batch} must be a multiple of "
                 f"num_envs*rollout_length={self.steps_per_sweep}",
             )
+
+    def _divisor(self) -> int:
+        """The longest rollout up to the one asked for that batches can be made of."""
+        lengths = range(self.rollout_length, 0, -1)
+        return next(length for length in lengths if self.frames_per_batch % length == 0)
 
     @property
     def num_envs(self) -> int:

@@ -26,7 +26,16 @@ from sf_torchrl.models.encoders import MLP, Encoder, InputNormalizer, initialize
 
 
 def distribution_of(action: ActionSpec) -> ActionDistribution:
-    """The distribution over an action space."""
+    """The distribution over an action space.
+
+    Raises:
+        ValueError: an action of several parts, or of integers with no single number of choices.
+    """
+    if action.kind == "other":
+        raise ValueError(
+            "the env's action is neither one of n nor floating-point numbers; ActorCritic has no "
+            "distribution for it: give a TensorDict policy of your own"
+        )
     if action.kind == "discrete":
         return Categorical(action.n)
     return DiagonalGaussian(math.prod(action.shape))

@@ -10,7 +10,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.weight_update import RPCWeightSyncScheme, SharedMemWeightSyncScheme
 
 from sf_torchrl import SharedMemoryCollector
-from sf_torchrl.arguments import NOT_TAKEN
+from sf_torchrl.collection.arguments import NOT_TAKEN
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrl.md"
 SECTION = PAGE.read_text().split("## Every argument", 1)[1].split("\n## ", 1)[0]

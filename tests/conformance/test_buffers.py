@@ -194,3 +194,18 @@ def test_a_collector_that_fills_a_buffer_can_be_forgotten(make_collector, family
     collector.start()
     wait_until(lambda: buffer.write_count > 0)
     assert family.members()
+
+
+def test_a_hook_of_the_background_may_pause_it(make_collector):
+    buffer = buffer_of()
+    collector = make_collector("CartPole-v1", replay_buffer=buffer, total_frames=60)
+
+    def hook(batch):
+        with collector.pause():
+            collector.increment_version()
+
+    collector.set_post_collect_hook(hook)
+    collector.start()
+    wait_until(lambda: not collector.is_running())
+    assert collector.getattr_rb("write_count") == 60
+    assert collector.policy_version == 3

@@ -14,6 +14,9 @@ from tensordict.nn import InteractionType
 from tensordict.nn.probabilistic import interaction_type
 from torchrl.data import ReplayBuffer
 
+from sf_torchrl.collection.postprocess import PostProcessor
+from sf_torchrl.collection.publishing import PublishingCollector
+from sf_torchrl.collection.replay import BackgroundCollection, BufferWriter
 from sf_torchrl.config import CollectorConfig
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
@@ -22,9 +25,6 @@ from sf_torchrl.memory.slab import MODE, WAITED, Slab, SlabLayout
 from sf_torchrl.models.given_policy import published_module
 from sf_torchrl.models.policy_io import PolicyIO
 from sf_torchrl.models.row_policy import EXPLORATION, RowPolicy
-from sf_torchrl.postprocess import PostProcessor
-from sf_torchrl.publishing import PublishingCollector
-from sf_torchrl.replay import BackgroundCollection, BufferWriter
 from sf_torchrl.workers.engines import (
     CollectionInterrupted,
     Engine,
@@ -335,13 +335,15 @@ class RunningCollector(PublishingCollector):
         found: dict[str, int | float | bool | str] = super().stats()
         found["path"] = self.env_specs.path
         found["episodes"] = self._num_episodes
-        if self._episodes:
-            count = len(self._episodes)
+        recent = self.recent_episodes()  # a copy: another thread may be collecting
+        if recent:
+            count = len(recent)
             found["recent_episodes"] = count
-            found["mean_return"] = sum(e.episode_return for e in self._episodes) / count
-            found["mean_length"] = sum(e.length for e in self._episodes) / count
-        if self._engine is not None:
-            *workers, inference = (self._slab.numpy(WAITED) / 1e9).tolist()
+            found["mean_return"] = sum(e.episode_return for e in recent) / count
+            found["mean_length"] = sum(e.length for e in recent) / count
+        slab = getattr(self, "_slab", None)
+        if slab is not None:
+            *workers, inference = (slab.numpy(WAITED) / 1e9).tolist()
             found["env_workers_waited_s"] = sum(workers) / len(workers)
             found["inference_waited_s"] = inference
         return found

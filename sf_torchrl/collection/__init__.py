@@ -1,0 +1,1 @@
+"""Parts of the collector: arguments, running, weights, batches handed over."""

@@ -1,0 +1,90 @@
+"""Sampled or greedy, annealed or noisy: how a policy explores while it collects."""
+
+import pytest
+import torch
+from kinds import greedy
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.envs import GymEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import (
+    AdditiveGaussianModule,
+    NormalParamExtractor,
+    OrnsteinUhlenbeckProcessModule,
+    ProbabilisticActor,
+    TanhNormal,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def gaussian():
+    net = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
+    return ProbabilisticActor(
+        TensorDictModule(net, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": -2.0, "high": 2.0},
+        default_interaction_type=InteractionType.RANDOM,
+    )
+
+
+def is_mode(batch):
+    return torch.allclose(batch["action"], 2 * batch["loc"].tanh(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_greedy"), [(ExplorationType.DETERMINISTIC, True), (ExplorationType.RANDOM, False)]
+)
+def test_exploration_type_is_honoured(make_collector, kind, is_greedy):
+    collector = make_collector("Pendulum-v1", gaussian(), exploration_type=kind)
+    assert is_mode(next(iter(collector))) is is_greedy
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
+def test_the_type_around_an_iteration_goes_before_the_collectors(make_collector, num_workers):
+    options = {"async_mode": False} if num_workers else {}
+    collector = make_collector("Pendulum-v1", gaussian(), num_workers=num_workers, **options)
+    batches = iter(collector)
+    assert not is_mode(next(batches))
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert is_mode(next(batches))
+    assert not is_mode(next(batches))
+
+
+def test_an_annealed_exploration_reaches_the_workers(make_collector):
+    policy = greedy()
+    collector = make_collector("CartPole-v1", policy, frames_per_batch=200)
+    batches = iter(collector)
+    best = next(batches)
+    assert (best["action"] != best["action_value"].argmax(-1)).any()
+    policy[-1].step(10)
+    policy[-1].eps.fill_(0.0)
+    collector.update_policy_weights_()
+    best = next(batches)
+    assert (best["action"] == best["action_value"].argmax(-1)).all()
+
+
+def still():
+    net = nn.Linear(3, 1)
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    return TensorDictModule(net, ["observation"], ["action"])
+
+
+def test_noise_that_a_policy_keeps_to_itself_goes_on_from_step_to_step(make_collector):
+    spec = GymEnv("Pendulum-v1").action_spec
+    noise = OrnsteinUhlenbeckProcessModule(spec=spec, sigma=0.3, theta=0.15, eps_end=1.0)
+    policy = TensorDictSequential(still(), noise)
+    batch = next(
+        iter(make_collector("Pendulum-v1", policy, rollout_length=150, frames_per_batch=1200))
+    )
+    actions = batch["action"][..., 0]
+    # A random walk: far smaller steps than values. White noise has larger ones.
+    assert actions.diff(dim=1).std() < 0.5 * actions.std()
+    assert not [key for key in list(batch.keys()) if key.startswith("_")]
+    white = TensorDictSequential(still(), AdditiveGaussianModule(spec=spec))
+    batch = next(
+        iter(make_collector("Pendulum-v1", white, rollout_length=150, frames_per_batch=600))
+    )
+    assert batch["action"].diff(dim=1).std() > batch["action"].std()
