@@ -6,10 +6,13 @@ are what counts, :class:`~sf_torchrl.SharedMemoryCollector` is many times faster
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import select
 import socket
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +29,6 @@ from sf_torchrl.env_updates import (
 )
 from sf_torchrl.memory.episodes import EpisodeBatch, StepType
 from sf_torchrl.workers.episode_worker import (
-    EXIT,
     FRAME,
     START,
     STOP,
@@ -35,7 +37,7 @@ from sf_torchrl.workers.episode_worker import (
     Frames,
     unpack_episode,
 )
-from sf_torchrl.workers.episodes import DefaultWorker, WorkerFactory
+from sf_torchrl.workers.episodes import DefaultWorker, WorkerFactory, checked_agent
 from sf_torchrl.workers.supervisor import Child, Supervisor, WorkerError, check_picklable, spawn
 
 __all__ = [
@@ -61,21 +63,34 @@ class _Worker:
         link.setblocking(False)
         self.number, self.child, self.link = number, child, link
         self._frames = Frames()
+        self._unsent: deque[memoryview] = deque()
         self.is_dead = False
 
-    def send(self, command: Command) -> None:
-        """Hand a command over; one that has died is noted, not raised."""
-        body = cloudpickle.dumps(command)
-        data = memoryview(FRAME.pack(0, len(body)) + body)
-        poll = select.poll()
-        poll.register(self.link, select.POLLOUT)
-        while data and not self.is_dead:
+    def tell(self, command: Command, *updates: bytes) -> None:
+        """Hand a command over without waiting; the rest follows in :meth:`send`."""
+        header = pickle.dumps(command)
+        frame = FRAME.pack(len(header), sum(map(len, updates))) + header
+        self._unsent.extend(memoryview(part) for part in (frame, *updates) if part)
+        self.send()
+
+    def send(self) -> None:
+        """As much as the socket takes: in the middle of an episode a worker does not read."""
+        while self._unsent and not self.is_dead:
             try:
-                data = data[self.link.send(data) :]
-            except BlockingIOError:  # it is in the middle of an episode
-                self.is_dead = not poll.poll(_POLL_MS) and self.child.failed
+                part = self._unsent.popleft()
+                rest = part[self.link.send(part) :]
+            except BlockingIOError:
+                self._unsent.appendleft(part)
+                return
             except OSError:
-                self.is_dead = True
+                return  # it has died; what it sent before is still to be read
+            if rest:
+                self._unsent.appendleft(rest)
+
+    @property
+    def events(self) -> int:
+        """What to wait for."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def receive(self) -> Iterator[tuple[int, list[str], EpisodeBatch]]:
         """Episodes that have come completely."""
@@ -94,9 +109,9 @@ class MultiprocessingSampler:
     """Whole episodes from worker processes; the calls are those of garage's sampler.
 
     Every worker has an agent and an env of its own and collects while the sampler waits for it. It
-    never waits to hand an episode over; while eight are not taken it begins no further one. An
-    episode belongs to the call it was collected for: one that is left over when the next call
-    begins, which may bring another agent, is not returned.
+    can be told something at any time but within an episode; while the sampler has not taken its
+    episodes it begins no further one. An episode belongs to the call it was collected for: one that
+    is left over when the next call begins, which may bring another agent, is not returned.
 
     Args:
         agents: an agent, or a list with one for each worker: anything with garage's
@@ -158,7 +173,7 @@ class MultiprocessingSampler:
 
     def _start(self) -> None:
         factory = self._factory
-        agents = factory.prepare_worker_messages(self._agents)
+        agents = factory.prepare_worker_messages(self._agents, checked_agent)
         envs = factory.prepare_worker_messages(self._envs, as_env_update)
         configs = [
             EpisodeWorkerConfig(make_worker=partial(factory, number), agent=agent, env=env)
@@ -194,21 +209,26 @@ class MultiprocessingSampler:
             env_update: an ``EnvUpdate``, a new env, or None; a list has one for each worker.
 
         Raises:
-            ValueError: a list of another length than there are workers.
+            ValueError: ``num_samples`` is not positive, or a list of another length than there are
+                workers.
             TypeError: an ``env_update`` of another kind.
             WorkerError: every worker has died; has a traceback.
             RuntimeError: the sampler has been shut down.
         """
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be at least 1")
         self._begin(agent_update, env_update, quota=None)
         found: list[EpisodeBatch] = []
         steps = 0
-        while steps < num_samples:
-            for _, episode in self._take():
-                found.append(episode)
-                steps += episode.num_steps
-            self._warn_of_the_dead()
-        for worker in self._workers:
-            worker.send(Command(kind=STOP))
+        try:
+            while steps < num_samples:
+                for _, episode in self._take():
+                    found.append(episode)
+                    steps += episode.num_steps
+                self._warn_of_the_dead()
+        finally:
+            for worker in self._workers:
+                worker.tell(Command(kind=STOP))
         return self._joined(found)
 
     def obtain_exact_episodes(
@@ -233,11 +253,12 @@ class MultiprocessingSampler:
         found: list[list[EpisodeBatch]] = [[] for _ in self._workers]
         while any(len(episodes) < n_eps_per_worker for episodes in found):
             for number, episode in self._take():
-                found[number].append(episode)
+                found[number] += episode.split() if episode.num_episodes > 1 else [episode]
             for worker in self._workers:
                 if worker.is_dead and len(found[worker.number]) < n_eps_per_worker:
                     raise WorkerError(worker.child.obituary())
-        return self._joined([episode for episodes in found for episode in episodes])
+        # A rollout of a user's own worker may be several episodes: more than were asked for.
+        return self._joined([e for episodes in found for e in episodes[:n_eps_per_worker]])
 
     def obtain_exact_trajectories(
         self, n_traj_per_worker: int, agent_update: Any, env_update: Any = None
@@ -251,46 +272,56 @@ class MultiprocessingSampler:
             raise RuntimeError("this sampler has been shut down; make a new one")
         agents = self._factory.prepare_worker_messages(agent_update)
         envs = self._factory.prepare_worker_messages(env_update, _checked_update)
+        # All is pickled before anything is sent: what cannot be leaves no worker ahead of another.
+        pickled = list(zip(_pickled(agents), _pickled(envs), strict=True))
         self._agent_version += 1
-        for worker, agent, env in zip(self._workers, agents, envs, strict=True):
-            worker.send(
-                Command(
-                    kind=START,
-                    version=self._agent_version,
-                    agent_update=agent,
-                    env_update=env,
-                    quota=quota,
-                )
+        for worker, (agent, env) in zip(self._workers, pickled, strict=True):
+            command = Command(
+                kind=START, version=self._agent_version, agent_bytes=len(agent), quota=quota
             )
+            worker.tell(command, agent, env)
 
     def _take(self) -> Iterator[tuple[int, EpisodeBatch]]:
         """Wait for episodes of this call, or until it is time to look who lives."""
         poll = select.poll()
         by_fd = {worker.link.fileno(): worker for worker in self._workers if not worker.is_dead}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(_POLL_MS) if by_fd else []:
+        for fd, worker in by_fd.items():
+            poll.register(fd, worker.events)
+        failed = {fd for fd, worker in by_fd.items() if worker.child.failed}
+        ready = dict(poll.poll(_POLL_MS)) if by_fd else {}
+        for fd, events in ready.items():
             worker = by_fd[fd]
-            for version, dropped, episode in worker.receive():
-                self._warn_of_dropped(dropped)
-                if version == self._agent_version:
-                    yield worker.number, episode
+            if events & select.POLLOUT:
+                worker.send()
+            if events & ~select.POLLOUT:
+                yield from self._received(worker)
+        # Ended, and all that it sent is read; a process that its env forked may keep the socket
+        # open, so that no end of file tells of it.
+        for fd in failed:
+            if not ready.get(fd, 0) & ~select.POLLOUT:
+                by_fd[fd].is_dead = True
+
+    def _received(self, worker: _Worker) -> Iterator[tuple[int, EpisodeBatch]]:
+        for version, dropped, episode in worker.receive():
+            self._warn_of_dropped(dropped)
+            if version == self._agent_version:
+                yield worker.number, episode
 
     def _warn_of_the_dead(self) -> None:
         notes = [w.child.obituary() for w in self._workers if w.is_dead]
         if len(notes) == len(self._workers):
             raise WorkerError(notes[0])
         for note in notes:
-            self._warn_once(f"{note}\nThe other workers go on without it")
+            self._warn_once(f"{note}\nThe other workers go on without it", 4)
 
     def _warn_of_dropped(self, names: Sequence[str]) -> None:
         for name in names:
-            self._warn_once(f"{name} is no number in every step and is left out of the episodes")
+            self._warn_once(f"{name} is no number in every step and is left out of the episodes", 6)
 
-    def _warn_once(self, message: str) -> None:
+    def _warn_once(self, message: str, depth: int) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=depth)
 
     def _joined(self, episodes: list[EpisodeBatch]) -> EpisodeBatch:
         batch = EpisodeBatch.concatenate(*episodes)
@@ -311,6 +342,13 @@ class MultiprocessingSampler:
         self.__init__(agents, envs, worker_factory=factory)  # type: ignore[misc]
 
 
+def _pickled(updates: list[Any]) -> list[bytes]:
+    """Each once, however many workers get it."""
+    by_id = {id(update): update for update in updates}
+    pickled = {key: cloudpickle.dumps(update) for key, update in by_id.items()}
+    return [pickled[id(update)] for update in updates]
+
+
 def _checked_update(update: Any) -> Any:
     if update is None or isinstance(update, EnvUpdate | gymnasium.Env):
         return update
@@ -321,8 +359,9 @@ def _checked_update(update: Any) -> Any:
 
 def _end(supervisor: Supervisor, workers: list[_Worker]) -> None:
     for worker in workers:
-        if not worker.is_dead:
-            worker.send(Command(kind=EXIT))
+        # An end of file reaches a worker even where no further byte fits into the socket.
+        with contextlib.suppress(OSError):
+            worker.link.shutdown(socket.SHUT_WR)
     supervisor.stop()
     for worker in workers:
         worker.link.close()

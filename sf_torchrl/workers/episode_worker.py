@@ -1,18 +1,18 @@
 """The sampler's worker process: whole episodes, handed over without ever waiting to send.
 
 Commands come over a socket of their own, pickled by the parent. Episodes go back over it as a line
-of JSON and raw arrays: the parent unpickles nothing. What the parent has not taken yet waits here;
-while much of it waits, no further episode is begun.
+of JSON and raw arrays: the parent unpickles nothing. While an episode waits for room in the socket
+no further one is begun, but commands are heard.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import select
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,9 +25,7 @@ from sf_torchrl.workers.episodes import DefaultWorker
 
 FRAME = struct.Struct("<QQ")
 """Bytes of a frame's header and of its body."""
-MAX_UNSENT = 8
-"""Episodes that may wait before a worker pauses."""
-START, STOP, EXIT = "start", "stop", "exit"
+START, STOP = "start", "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +39,13 @@ class EpisodeWorkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What the sampler tells a worker."""
+    """What the sampler tells a worker: a frame's header. Its body is the pickled updates."""
 
     kind: str
     version: int = 0
     """Episodes carry the version of the call that they were collected for."""
-    agent_update: Any = None
-    env_update: Any = None
+    agent_bytes: int = 0
+    """Size of the agent's update, which comes first; the env's is the rest."""
     quota: int | None = None
     """Episodes to collect; None goes on until told to stop."""
 
@@ -122,69 +120,60 @@ class EpisodeWorker:
         link.setblocking(False)
         self._worker, self._link = worker, link
         self._frames = Frames()
-        self._unsent: deque[memoryview] = deque()
+        self._unsent = memoryview(b"")
         self._version = 0
         self._to_collect: float = 0.0
 
     def run(self) -> None:
-        """Until told to exit, or until the sampler is gone."""
+        """Until the sampler closes its end."""
         poll = select.poll()
         while True:
-            is_busy = self._to_collect > 0 and len(self._unsent) < MAX_UNSENT
+            # An episode too large for the socket is handed over before the next one is begun:
+            # it would else wait in here until that one is over.
+            is_busy = self._to_collect > 0 and not self._unsent
             poll.register(self._link, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             events = dict(poll.poll(0 if is_busy else None)).get(self._link.fileno(), 0)
             if events & select.POLLOUT:
                 self._send()
             if events & ~select.POLLOUT:
-                if not all(self._obey(command) for command in self._receive()):
+                data = self._link.recv(1 << 20)
+                if not data:
                     return
+                for header, body in self._frames.feed(data):
+                    # From our own parent, over an inherited socket.
+                    self._obey(pickle.loads(header), memoryview(body))
             elif is_busy:
                 episode = self._worker.rollout()
-                self._to_collect -= 1
-                self._unsent.append(memoryview(pack_episode(self._version, episode)))
+                self._to_collect -= episode.num_episodes
+                self._unsent = memoryview(pack_episode(self._version, episode))
                 self._send()
 
-    def _receive(self) -> Iterator[Command]:
-        data = self._link.recv(1 << 20)
-        if not data:
-            yield Command(kind=EXIT)
-        for _, body in self._frames.feed(data):
-            yield pickle.loads(body)  # from our own parent, over an inherited socket
-
-    def _obey(self, command: Command) -> bool:
-        if command.kind == EXIT:
-            return False
+    def _obey(self, command: Command, updates: memoryview) -> None:
         self._to_collect = 0.0
         if command.kind == START:
-            self._worker.update_agent(command.agent_update)
-            self._worker.update_env(command.env_update)
+            self._worker.update_agent(pickle.loads(updates[: command.agent_bytes]))
+            self._worker.update_env(pickle.loads(updates[command.agent_bytes :]))
             self._version = command.version
             self._to_collect = float("inf") if command.quota is None else command.quota
-        return True
 
     def _send(self) -> None:
         """As much as the socket takes."""
         while self._unsent:
             try:
-                sent = self._link.send(self._unsent[0])
+                self._unsent = self._unsent[self._link.send(self._unsent) :]
             except BlockingIOError:
                 return
-            if sent < len(self._unsent[0]):
-                self._unsent[0] = self._unsent[0][sent:]
-                return
-            self._unsent.popleft()
 
 
 def _main(config: EpisodeWorkerConfig, fds: list[int]) -> None:
     worker = config.make_worker()
-    try:
-        worker.update_agent(config.agent)
-        worker.update_env(config.env)
+    worker.update_agent(config.agent)
+    worker.update_env(config.env)
+    # The env of a worker that fails is not closed: what went wrong is told at once, and a close()
+    # that hangs after a failure would keep it from being told at all.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the sampler is gone
         EpisodeWorker(worker, socket.socket(fileno=fds[0])).run()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the sampler is gone
-    finally:
-        worker.shutdown()
+    worker.shutdown()
 
 
 if __name__ == "__main__":

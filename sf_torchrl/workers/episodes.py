@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import gymnasium
@@ -34,6 +35,8 @@ class DefaultWorker:
         self._max_episode_length = max_episode_length
         self._worker_number = worker_number
         self._is_fresh = True  # the env has not been reset yet: its first reset is seeded
+        self._num_envs = 0
+        self._torch_is_seeded = False
         self.worker_init()
 
     def worker_init(self) -> None:
@@ -52,9 +55,7 @@ class DefaultWorker:
             return
         if not isinstance(update, dict | tuple | np.ndarray):
             self.agent = update
-            torch = sys.modules.get("torch")
-            if torch is not None and self._seed is not None:
-                torch.manual_seed(self._seed)
+            self._seed_torch()
             return
         setter = getattr(self.agent, "set_param_values", None)
         if setter is None and isinstance(update, dict):
@@ -65,6 +66,13 @@ class DefaultWorker:
                 "no set_param_values() or load_state_dict(); give a whole agent"
             )
         setter(update)
+
+    def _seed_torch(self) -> None:
+        """Once: an agent that is replaced at every call must not draw the same numbers in each."""
+        torch = sys.modules.get("torch")
+        if torch is not None and self._seed is not None and not self._torch_is_seeded:
+            torch.manual_seed(self._seed)
+            self._torch_is_seeded = True
 
     def update_env(self, update: Any) -> None:
         """What an ``EnvUpdate`` makes of the env, another env, or None, which changes nothing.
@@ -83,11 +91,19 @@ class DefaultWorker:
             self.env = update
         else:
             raise TypeError(f"env_update {update!r} is neither an env nor an EnvUpdate")
-        self._is_fresh = self._is_fresh or self.env is not before
+        if before is None or self.env.unwrapped is not before.unwrapped:
+            self._is_fresh = True
+
+    def _env_seed(self) -> int | None:
+        """For an env's first reset: the worker's seed; for each later env another made from it."""
+        self._num_envs += 1
+        if self._seed is None or self._num_envs == 1:
+            return self._seed
+        return int(np.random.SeedSequence((self._seed, self._num_envs)).generate_state(1)[0])
 
     def start_episode(self) -> None:
         """Reset the env and the agent."""
-        seed = self._seed if self._is_fresh else None
+        seed = self._env_seed() if self._is_fresh else None
         self._is_fresh = False
         self._observation, _ = self.env.reset(seed=seed)
         if hasattr(self.agent, "reset"):
@@ -100,6 +116,9 @@ class DefaultWorker:
         """One step; True when the episode is over."""
         seen = _copied(self._observation)
         action, told = choose(self.agent, seen)
+        chosen = np.array(action)  # before the step: the env may write into what it is given
+        if is_module(self.agent):
+            action = _for_env(self.env.action_space, chosen)
         self._observation, reward, terminated, truncated, info = self.env.step(action)
         count = len(self._steps) + 1
         if terminated:
@@ -108,7 +127,7 @@ class DefaultWorker:
             kind = StepType.TIMEOUT
         else:
             kind = StepType.FIRST if count == 1 else StepType.MID
-        self._steps.append((seen, np.array(action), float(reward), kind))
+        self._steps.append((seen, chosen, float(reward), kind))
         _note(self._env_infos, info, count)
         _note(self._agent_infos, told, count)
         return kind in (StepType.TERMINAL, StepType.TIMEOUT)
@@ -152,7 +171,7 @@ class WorkerFactory:
         worker_args: further keyword arguments of the class.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number that is not positive, or a seed that NumPy does not take.
     """
 
     def __init__(
@@ -165,9 +184,12 @@ class WorkerFactory:
         worker_args: dict[str, Any] | None = None,
     ) -> None:
         count = (os.cpu_count() or 1) if n_workers is None else n_workers
-        for name, value in (("max_episode_length", max_episode_length), ("n_workers", count)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        sizes: dict[str, Any] = {"max_episode_length": max_episode_length, "n_workers": count}
+        for name, value in sizes.items():
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        if seed is not None and not 0 <= seed <= 2**32 - count:
+            raise ValueError(f"seed={seed} must be in 0 .. {2**32 - count}, or None")
         self.max_episode_length = max_episode_length
         self.seed = seed
         self.n_workers = count
@@ -207,12 +229,40 @@ class WorkerFactory:
         )
 
 
+def checked_agent(agent: Any) -> Any:
+    """An agent given at construction.
+
+    Raises:
+        TypeError: nothing that chooses actions.
+    """
+    if hasattr(agent, "get_action") or callable(agent):
+        return agent
+    raise TypeError(
+        f"agents has {agent!r}; it must have get_action(observation), be a TensorDict module or a "
+        "function from observation to action, or a list of them with one for each worker"
+    )
+
+
+def is_module(agent: Any) -> bool:
+    """It is a TensorDict module."""
+    return hasattr(agent, "in_keys") and hasattr(agent, "out_keys")
+
+
+def _for_env(space: gymnasium.Space[Any], action: Any) -> Any:
+    """A module's action as the collector gives it to envs: counted from ``start``, clipped."""
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return int(action) + int(space.start)
+    if isinstance(space, gymnasium.spaces.Box):
+        return np.clip(action, space.low, space.high).astype(space.dtype)
+    return action.copy()
+
+
 def choose(agent: Any, observation: Any) -> tuple[Any, Mapping[str, Any]]:
     """Action and infos of an agent: garage's, a TensorDict module, or a function."""
     if hasattr(agent, "get_action"):
         action, told = agent.get_action(observation)
         return action, told
-    if hasattr(agent, "in_keys") and hasattr(agent, "out_keys"):
+    if is_module(agent):
         return _ask_module(agent, observation)
     return agent(observation), {}
 
@@ -227,10 +277,8 @@ def _ask_module(agent: Any, observation: Any) -> tuple[Any, Mapping[str, Any]]:
         rows.set(name, torch.as_tensor(np.asarray(value))[None])
     with torch.no_grad():
         answer = agent(rows)[0]
-    action = answer.get("action").numpy()
     told = {key: answer.get(key).numpy() for key in agent.out_keys if isinstance(key, str)}
-    told.pop("action", None)
-    return (action.item() if action.shape == () else action), told
+    return told.pop("action"), told
 
 
 def _copied(observation: Any) -> Any:

@@ -70,12 +70,35 @@ class Failing(Grid):
     def step(self, action):
         self._left -= 1
         if self._left == 0:
-            if self._how == "raise":
+            if self._how.startswith("raise"):
                 raise RuntimeError("the floor gave way")
-            if self._how == "kill":
+            if self._how == "kill_but_for_a_helper" and os.fork() == 0:
+                time.sleep(3600)  # holds whatever the worker held open
+            if self._how.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
         return super().step(action)
+
+    def close(self):
+        if self._how == "raise_and_hang_in_close":
+            time.sleep(3600)
+
+
+class Large(Grid):
+    """Observes 2 MB, which no socket holds at once, and tells how many episodes it has begun."""
+
+    observation_space = Box(0, 255, (2_000_000,), np.uint8)
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        super().reset(seed=seed)
+        return np.zeros(2_000_000, np.uint8), {}
+
+    def step(self, action):
+        _, reward, terminated, truncated, _ = super().step(action)
+        info = {"episodes": self.episodes}
+        return np.zeros(2_000_000, np.uint8), reward, terminated, truncated, info
 
 
 class Scripted:

@@ -10,11 +10,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from envs import BoxActionEnv, CountingEnv
 from grid import (
     PATH_ACTIONS,
     Constant,
     Failing,
     Grid,
+    Large,
     Lucky,
     Scripted,
 )
@@ -24,6 +26,7 @@ from torch import nn
 from sf_torchrl.sampler import (
     DefaultWorker,
     EnvUpdate,
+    EpisodeBatch,
     ExistingEnvUpdate,
     MultiprocessingSampler,
     NewEnvUpdate,
@@ -120,6 +123,23 @@ def test_a_slow_reader_loses_no_episode(make_sampler):
     assert seen == list(range(1, len(seen) + 1))
 
 
+def test_a_large_episode_is_handed_over_before_the_next_one_is_begun(make_sampler):
+    sampler = make_sampler(Constant(1), Large(goal=2), n_workers=1)
+    for _ in range(3):
+        sampler.obtain_samples(0, 1, None)
+    begun = sampler.obtain_exact_episodes(1, None).env_infos["episodes"][-1]
+    assert begun <= 2 * 3 + 1  # each call's own, and at most one that nobody asked for
+
+
+def test_exact_sampling_counts_episodes_where_a_rollout_is_several(make_sampler):
+    class Twice(DefaultWorker):
+        def rollout(self):
+            return EpisodeBatch.concatenate(super().rollout(), super().rollout())
+
+    sampler = make_sampler(Scripted(), Grid(), worker_class=Twice)
+    assert sampler.obtain_exact_episodes(3, None).num_episodes == 2 * 3
+
+
 # -- updates -------------------------------------------------------------------------------------
 
 
@@ -133,6 +153,19 @@ def test_parameters_are_set_in_every_worker_or_in_each_its_own(make_sampler):
     assert [set(e.actions.tolist()) for e in batch.split()] == [{1}, {2}]
     batch = sampler.obtain_exact_episodes(1, [Constant(0), Constant(3)])  # replaced
     assert [set(e.actions.tolist()) for e in batch.split()] == [{0}, {3}]
+
+
+def test_an_update_for_all_workers_is_pickled_once(make_sampler):
+    class Counted:
+        pickled = 0
+
+        def __reduce__(self):
+            Counted.pickled += 1
+            return int, ()
+
+    sampler = make_sampler(Constant(0), Grid(), n_workers=3, max_episode_length=2)
+    sampler.obtain_exact_episodes(1, {"action": 1, "other": Counted()})
+    assert Counted.pickled == 1
 
 
 def test_an_episode_of_an_older_agent_is_never_returned(make_sampler):
@@ -205,6 +238,29 @@ def test_a_tensordict_policy_is_an_agent_and_takes_a_state_dict(make_sampler):
     assert batch.actions.tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("env", "chosen"), [(BoxActionEnv(), [9.0, 9.0]), (CountingEnv(first_action=3), 0)]
+)
+def test_a_tensordict_policys_actions_are_fitted_to_the_env_and_told_as_chosen(
+    make_sampler, env, chosen
+):
+    def act(observation):
+        return torch.tensor([chosen])
+
+    policy = TensorDictModule(act, ["observation"], ["action"])
+    sampler = make_sampler(policy, env, n_workers=1, max_episode_length=2)
+    batch = sampler.obtain_exact_episodes(1, None)  # the envs refuse what is out of bounds
+    assert batch.actions.tolist() == [chosen] * 2
+
+
+def test_an_env_that_writes_into_its_action_changes_nothing_that_is_told(make_sampler):
+    def act(observation):
+        return np.array([0.5, 2.0], np.float32)
+
+    sampler = make_sampler(act, BoxActionEnv(), n_workers=1, max_episode_length=2)
+    assert sampler.obtain_exact_episodes(1, None).actions.tolist() == [[0.5, 2.0]] * 2
+
+
 def test_a_function_is_an_agent(make_sampler):
     sampler = make_sampler(lambda observation: 2 if observation[0] < 12 else 1, Grid(), n_workers=1)
     batch = sampler.obtain_exact_episodes(1, None)
@@ -245,6 +301,27 @@ def test_workers_have_different_seeds_and_a_seed_repeats_itself(make_sampler):
     assert len(np.unique(first)) == first.size
 
 
+def test_an_agent_sent_whole_at_every_call_draws_other_numbers_in_each(make_sampler):
+    class Noisy(nn.Module):
+        def get_action(self, observation):
+            return int(torch.randint(4, ())), {}
+
+    sampler = make_sampler(Noisy(), Grid(), n_workers=1, seed=1, max_episode_length=12)
+    first, second = (sampler.obtain_exact_episodes(1, Noisy()).actions.tolist() for _ in range(2))
+    assert first != second
+
+
+def test_an_env_made_anew_at_every_call_is_seeded_otherwise_in_each_and_repeatably(make_sampler):
+    def numbers():
+        sampler = make_sampler(lambda observation: 0, Lucky, n_workers=1, seed=5)
+        batches = [sampler.obtain_exact_episodes(1, None, NewEnvUpdate(Lucky)) for _ in range(3)]
+        return [batch.observations["number"].tolist() for batch in batches]
+
+    first, second = numbers(), numbers()
+    assert first == second
+    assert len({tuple(found) for found in first}) == 3
+
+
 # -- failures ------------------------------------------------------------------------------------
 
 
@@ -259,7 +336,16 @@ def test_samples_go_on_without_a_worker_that_has_died(make_sampler):
         sampler.obtain_samples(0, 160, None)
 
 
-@pytest.mark.parametrize(("how", "words"), [("raise", "the floor gave way"), ("kill", "SIGKILL")])
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "the floor gave way"),
+        ("raise_and_hang_in_close", "the floor gave way"),
+        ("kill", "SIGKILL"),
+        ("kill_but_for_a_helper", "SIGKILL"),
+    ],
+)
 def test_exact_sampling_tells_of_a_dead_worker_at_once(make_sampler, how, words):
     sampler = make_sampler(Scripted(), [Grid(), Failing(how)])
     with pytest.raises(WorkerError, match=f"sampler worker 1 .*{words}"):
@@ -283,6 +369,20 @@ def test_an_agent_that_cannot_take_an_update_is_told_of(make_sampler):
 def test_a_worker_in_the_middle_of_a_hanging_episode_is_ended(make_sampler):
     sampler = make_sampler(Scripted(), [Grid(), Failing("hang")])
     sampler.obtain_samples(0, 100, None)
+    running = pids(sampler)
+    sampler.shutdown_worker()
+    assert not any(is_running(pid) for pid in running)
+
+
+@pytest.mark.timeout(20)
+def test_parameters_too_large_for_a_socket_wait_for_no_hanging_worker(make_sampler):
+    envs = [Grid(goal=2), Failing("hang", at=6)]
+    sampler = make_sampler(Constant(1), envs, max_episode_length=5)
+    large = {"action": 1, "other": np.zeros(1_000_000)}
+    sampler.obtain_exact_episodes(1, None)
+    sampler.obtain_samples(0, 10_000, None)  # meanwhile the other hangs in its second episode
+    for _ in range(3):
+        sampler.obtain_samples(0, 100, large)
     running = pids(sampler)
     sampler.shutdown_worker()
     assert not any(is_running(pid) for pid in running)
@@ -371,8 +471,15 @@ def test_a_factory_keeps_seed_and_length_and_knows_its_workers():
 
 @pytest.mark.parametrize("name", ["max_episode_length", "n_workers"])
 def test_numbers_must_be_positive(name):
-    with pytest.raises(ValueError, match=f"{name}=0"):
-        WorkerFactory(**{"max_episode_length": 5, "n_workers": 1, name: 0})
+    for value in (0, 2.5, "5"):
+        with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer"):
+            WorkerFactory(**{"max_episode_length": 5, "n_workers": 1, name: value})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_are_numpys(seed):
+    with pytest.raises(ValueError, match=f"seed={seed} must be in 0"):
+        WorkerFactory(max_episode_length=5, n_workers=1, seed=seed)
 
 
 def test_lists_have_one_for_each_worker(make_sampler):
@@ -386,6 +493,8 @@ def test_lists_have_one_for_each_worker(make_sampler):
         sampler.obtain_samples(0, 1, [None] * 3)
     with pytest.raises(ValueError, match=words):
         sampler.obtain_exact_episodes(1, None, [None] * 3)
+    with pytest.raises(ValueError, match="num_samples=0"):
+        sampler.obtain_samples(0, 0, None)
     with pytest.raises(ValueError, match="n_eps_per_worker=0"):
         sampler.obtain_exact_episodes(0, None)
 
@@ -400,8 +509,11 @@ def test_an_env_update_of_another_kind_is_refused(make_sampler, update):
 def test_what_is_no_env_and_what_cannot_be_sent_is_refused(make_sampler):
     with pytest.raises(TypeError, match="must be a gymnasium env"):
         make_sampler(Scripted(), 3)
+    with pytest.raises(TypeError, match=r"agents has 3; it must have get_action"):
+        make_sampler(3, Grid())
+    unsendable = (i for i in range(3))
     with pytest.raises(ValueError, match="cannot be sent to a worker process"):
-        make_sampler((i for i in range(3)), Grid())
+        make_sampler(lambda observation: next(unsendable), Grid())
 
 
 def test_infos_that_are_no_numbers_are_left_out_with_one_warning(make_sampler):
