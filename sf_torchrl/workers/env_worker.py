@@ -7,6 +7,7 @@ Factory's double-buffered sampling, https://arxiv.org/abs/2006.11751, section 3.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -138,12 +139,9 @@ def _main(config: EnvWorkerConfig, fds: list[int]) -> None:
     slab_fd, commands, requests, full = fds
     slab = Slab(config.layout, slab_fd)
     worker = EnvWorker(config, slab, PipeReader(commands), PipeWriter(requests), PipeWriter(full))
-    try:
+    with contextlib.suppress(PipeClosedError):
         worker.run()
-    except PipeClosedError:
-        pass
-    finally:
-        worker.close()
+    worker.close()  # not after an error: that is to be told even if an env hangs in close()
 
 
 if __name__ == "__main__":

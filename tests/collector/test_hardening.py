@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from itertools import islice
 
@@ -231,3 +232,19 @@ def test_a_policy_in_double_precision_gives_the_env_actions_of_its_space(make_co
     )
     batch = next(iter(make_collector(Double, policy)))
     assert batch["action"].dtype is torch.float64  # the batch has what the policy said
+
+
+class StuckInClose(FaultyEnv):
+    """Fails, and then hangs where it is closed."""
+
+    def close(self):
+        if os.getpid() != self._spared:
+            time.sleep(3600)
+
+
+@pytest.mark.multiprocess
+def test_an_env_that_fails_and_then_hangs_in_close_is_reported(make_collector):
+    make = partial(StuckInClose, "raise", at=3, spared=os.getpid())
+    collector = make_collector(make, num_workers=1)
+    with pytest.raises(WorkerError, match="the simulator is on fire"):
+        next(iter(collector))
