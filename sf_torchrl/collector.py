@@ -183,6 +183,19 @@ class SharedMemoryCollector(RunningCollector):
         )
         if total_frames == 0 or total_frames < -1:
             raise ValueError(f"total_frames={total_frames} must be positive, or -1 for no end")
+        if (init_random_frames or 0) < 0:
+            raise ValueError(f"init_random_frames={init_random_frames} must not be negative")
+        if not isinstance(exploration_type, InteractionType):
+            raise ValueError(
+                f"exploration_type={exploration_type!r} must be an ExplorationType of TorchRL's"
+            )
+        if not isinstance(track_policy_version, bool):
+            raise ValueError(
+                f"track_policy_version={track_policy_version!r} must be True or False: versions "
+                "are those of update_policy_weights_()"
+            )
+        if split_trajs and not track_traj_ids:
+            raise ValueError("split_trajs needs track_traj_ids")
         self.total_frames: int | float = total_frames if total_frames > 0 else float("inf")
         self._set_policy(policy, policy_factory, try_out_all(self._factories))
         count = (
@@ -251,15 +264,22 @@ class SharedMemoryCollector(RunningCollector):
                 f"multiple of {at_once} a split, e.g. {at_once * config.num_splits}"
             )
 
-    def _set_destination(
+    def _check_trajectories(
         self,
         replay_buffer: ReplayBuffer | None,
         trajs_per_batch: int | None,
         trajs_per_write: int | None,
-        traj_format: Literal["padded", "cat"] | None,
+        traj_format: str | None,
     ) -> None:
-        """Where batches go, and whether they are made of whole trajectories: TorchRL does that."""
         process = self._postprocess
+        if replay_buffer is None and trajs_per_write is not None:
+            raise ValueError(f"trajs_per_write={trajs_per_write} needs a replay_buffer")
+        if replay_buffer is not None and traj_format is not None:
+            raise ValueError(
+                f"traj_format={traj_format!r}: a replay_buffer gets trajectories as rows of steps"
+            )
+        if trajs_per_write is not None and trajs_per_write < 1:
+            raise ValueError(f"trajs_per_write={trajs_per_write} must be at least 1")
         if trajs_per_batch is None and (trajs_per_write, traj_format) != (None, None):
             raise ValueError("trajs_per_write and traj_format need trajs_per_batch")
         if trajs_per_batch is not None:
@@ -272,6 +292,17 @@ class SharedMemoryCollector(RunningCollector):
                     "trajs_per_batch needs track_traj_ids, and neither split_trajs nor "
                     "set_truncated"
                 )
+
+    def _set_destination(
+        self,
+        replay_buffer: ReplayBuffer | None,
+        trajs_per_batch: int | None,
+        trajs_per_write: int | None,
+        traj_format: Literal["padded", "cat"] | None,
+    ) -> None:
+        """Where batches go, and whether they are made of whole trajectories: TorchRL does that."""
+        process = self._postprocess
+        self._check_trajectories(replay_buffer, trajs_per_batch, trajs_per_write, traj_format)
         self.trajs_per_batch, self.trajs_per_write = trajs_per_batch, trajs_per_write
         self.traj_format = traj_format or "padded"
         self.replay_buffer = replay_buffer

@@ -49,6 +49,7 @@ class CollectorConfig:
             "inference_threads",
         ):
             value = getattr(self, name)
+            _check(isinstance(value, int), f"{name}={value!r} must be an integer")
             _check(value >= 1, f"{name}={value} must be at least 1")
         _check(self.num_workers >= 0, f"num_workers={self.num_workers} must not be negative")
         _check(

@@ -69,6 +69,12 @@ class PublishingCollector(BaseCollector):
             ValueError: names or shapes that are not the policy's, a model other than "policy", or
                 some workers only.
         """
+        unknown = kwargs.keys() - {"policy", "weights", "model_id", "policy_weights"}
+        if unknown:
+            raise TypeError(
+                f"update_policy_weights_() got unexpected arguments {sorted(unknown)}; give "
+                "policy, weights or weights_dict"
+            )
         if worker_ids is not None:
             raise ValueError(
                 f"worker_ids={worker_ids!r}: one inference worker acts for all envs; leave it out"

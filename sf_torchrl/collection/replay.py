@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
+from torchrl.data import ImmutableDatasetWriter, ReplayBuffer, ReplayBufferEnsemble
 
 
 class BufferWriter:
@@ -32,12 +32,24 @@ class BufferWriter:
                 f"replay_buffer must be a torchrl.data.ReplayBuffer, got {type(buffer).__name__}"
             )
         self.buffer = buffer
+        if isinstance(buffer, ReplayBufferEnsemble) or isinstance(
+            buffer.writer, ImmutableDatasetWriter
+        ):
+            raise ValueError(
+                f"replay_buffer is a {type(buffer).__name__} that cannot be written into; give one "
+                "ReplayBuffer with a writer of its own"
+            )
         storage = buffer.storage
         self._ndim = int(getattr(storage, "ndim", 1))
         if self._ndim > 2:
             raise ValueError(
                 f"replay_buffer's storage has ndim={self._ndim}; batches are [rollout, time]: use "
                 "ndim=1 (steps) or ndim=2"
+            )
+        if self._ndim == 2 and not whole_batches:
+            raise ValueError(
+                "replay_buffer's storage has ndim=2; whole trajectories are rows of steps: use "
+                "ndim=1"
             )
         size, steps = getattr(storage, "max_size", None), example.numel()
         if whole_batches and size is not None and size < steps:
@@ -51,12 +63,20 @@ class BufferWriter:
     def _check_stored(self, storage: Any, example: TensorDictBase) -> None:
         """A storage in use has its keys and shapes already."""
         stored = getattr(storage, "_storage", None)
-        if not getattr(storage, "initialized", False) or not isinstance(stored, TensorDictBase):
+        if stored is None or len(storage) == 0:
             return
-        kept = {key: tuple(v.shape[self._ndim :]) for key, v in stored.items(True, True)}
-        ours = {key: tuple(v.shape[2:]) for key, v in example.items(True, True)}
-        kept = {key: shape for key, shape in kept.items() if key in ours or key != "index"}
-        differing = sorted(str(key) for key in kept.keys() | ours if kept.get(key) != ours.get(key))
+        first = stored[0] if isinstance(stored, list) else stored
+        if not isinstance(first, TensorDictBase):
+            raise ValueError(
+                f"replay_buffer holds {type(first).__name__}s; this collector writes TensorDicts"
+            )
+        lead = 0 if isinstance(stored, list) else 1
+        ours = example[0] if self._ndim == 2 else example.reshape(-1)[0]
+        kept = {key: (tuple(v.shape[lead:]), v.dtype) for key, v in first.items(True, True)}
+        written = {key: (tuple(v.shape), v.dtype) for key, v in ours.items(True, True)}
+        kept.pop("index", None)
+        names = kept.keys() | written.keys()
+        differing = sorted(str(key) for key in names if kept.get(key) != written.get(key))
         if differing:
             raise ValueError(
                 f"replay_buffer holds other data than this collector writes; they differ in "
@@ -112,10 +132,14 @@ class BackgroundCollection:
         """Whether more will be written."""
         return self._thread.is_alive()
 
+    def is_this_thread(self) -> bool:
+        """The caller is the one that collects."""
+        return threading.current_thread() is self._thread
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing is written inside; waits for the batch that is being collected."""
-        if threading.current_thread() is self._thread:  # a hook: nothing goes on beside it
+        if self.is_this_thread():  # a hook: nothing goes on beside it
             yield
             return
         with self._turn:
@@ -133,5 +157,5 @@ class BackgroundCollection:
         with self._turn:
             self._stop = True
             self._turn.notify_all()
-        if threading.current_thread() is not self._thread:
+        if not self.is_this_thread():
             self._thread.join(timeout)

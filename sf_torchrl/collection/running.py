@@ -105,8 +105,15 @@ class RunningCollector(PublishingCollector):
         With a replay buffer, fill it from now on, in a thread, until ``total_frames``.
 
         Raises:
-            RuntimeError: the collector has been shut down.
+            RuntimeError: the collector has been shut down, or is to fill a buffer without worker
+                processes: acting in a thread would share the exploration type and the random
+                numbers of whatever else this process does.
         """
+        if self.replay_buffer is not None and self.config.num_workers == 0:
+            raise RuntimeError(
+                "start() with a replay buffer needs worker processes, got num_workers=0; set "
+                "num_workers=1, or iterate over the collector"
+            )
         self._start_workers()
         if self.replay_buffer is not None and self._background is None:
             self._background = BackgroundCollection(self)
@@ -152,6 +159,16 @@ class RunningCollector(PublishingCollector):
         """How actions are chosen from now on; a background thread has no context of its own."""
         inside = interaction_type() if self._background is None else None
         self._mode[0] = EXPLORATION.index((inside or self.exploration_type).value)
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """As :meth:`iterator`, or whole trajectories.
+
+        Raises:
+            RuntimeError: :meth:`start` fills the replay buffer, and would lose rollouts to this.
+        """
+        if self._background is not None and not self._background.is_this_thread():
+            raise RuntimeError("start() fills the replay buffer already; read from the buffer")
+        return super().__iter__()  # type: ignore[no-any-return]
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield batches until ``total_frames`` is reached or the collector is shut down.
@@ -240,7 +257,8 @@ class RunningCollector(PublishingCollector):
                 raise
         finally:
             self._slab.close()
-            del self._assembler, self._slab, self._mode  # and with them the memory
+            for name in ("_assembler", "_slab", "_mode"):  # and with them the memory
+                self.__dict__.pop(name, None)
 
     def is_running(self) -> bool:
         """Whether the replay buffer is being filled in the background."""

@@ -128,7 +128,7 @@ def _make_limited(create_env_fn: EnvFactory, max_steps: int) -> Any:
     env = without_counters(env)
     inner = bare_gymnasium_env(env)
     if inner is None:
-        return TransformedEnv(env, StepCounter(max_steps=max_steps))
+        return TransformedEnv(env, StepCounter(max_steps=max_steps), auto_unwrap=False)
     env._env = TimeLimit(inner, max_steps)
     return env
 

@@ -94,6 +94,13 @@ class FunctionPolicy(nn.Module):
                 f"'action'; it returned {type(after).__name__}"
             )
         self.out_keys = [key for key in after.keys(True, True) if key not in before]
+        if not self.out_keys:
+            observed = ", ".join(".".join(feature.key) for feature in specs.observation)
+            raise ValueError(
+                f"policy {_label(function)} adds nothing to a TensorDict of observations; name "
+                f"its parameter after one ({observed}), or wrap it in "
+                "tensordict.nn.TensorDictModule"
+            )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What the function says."""
@@ -125,7 +132,8 @@ def as_tensordict_policy(policy: Policy, specs: EnvSpecs) -> nn.Module:
     required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     observed = [f.key[0] for f in specs.observation if len(f.key) == 1]
     if required and set(required) <= set(observed):
-        return TensorPolicy(policy, in_keys=required, out_keys=[specs.actions[0].key])
+        out_keys = [unravel_key(specs.actions[0].key), *_further_outputs(policy, required, specs)]
+        return TensorPolicy(policy, in_keys=required, out_keys=out_keys)
     if len(required) == 1:
         try:
             return FunctionPolicy(policy, specs)
@@ -141,6 +149,15 @@ def as_tensordict_policy(policy: Policy, specs: EnvSpecs) -> nn.Module:
         f"policy {_label(policy)} takes {required}; env {specs.name!r} observes {observed}. Name "
         "its parameters after observations, or wrap it in tensordict.nn.TensorDictModule"
     )
+
+
+def _further_outputs(policy: Callable[..., Any], names: list[str], specs: EnvSpecs) -> list[str]:
+    """Names of what a module gives beside the action, as TorchRL's collectors name them."""
+    fake = fake_observations(specs, 2)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        answer = policy(*(fake.get(name) for name in names))
+    count = len(answer) if isinstance(answer, tuple) else 1
+    return [f"output{index}" for index in range(1, count)]
 
 
 def first_line(error: Exception) -> str:

@@ -150,6 +150,12 @@ def _check_keys(
     if unread:
         raise ValueError(f"policy writes next {_names(unread)}, which it never reads")
     actions = [feature.key for feature in specs.actions]
+    missing = [key for key in actions if key not in out_keys]
+    if missing:
+        raise ValueError(
+            f"policy writes {_names(out_keys)}, but no "
+            + " and no ".join(repr(name) for name in _names(missing))
+        )
     taken = [
         key
         for key in out_keys
@@ -157,15 +163,11 @@ def _check_keys(
     ]
     if taken:
         raise ValueError(f"policy writes {_names(taken)}, which a batch has already; rename them")
-    missing = [key for key in actions if key not in out_keys]
-    if missing:
-        raise ValueError(
-            f"policy writes {_names(out_keys)}, but no "
-            + " and no ".join(repr(name) for name in _names(missing))
-        )
 
 
 def _feature(key: Key, value: Tensor, count: int) -> Feature:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"policy writes {'.'.join(key)!r}, which is no tensor: {value!r}")
     if value.shape[:1] != (count,):
         raise ValueError(
             f"policy writes {'.'.join(key)!r} of shape {tuple(value.shape)} for {count} envs"

@@ -5,8 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+)
 from torchrl.weight_update import RPCWeightSyncScheme, SharedMemWeightSyncScheme
 
 from sf_torchrl import SharedMemoryCollector
@@ -75,7 +82,7 @@ def test_torchrls_defaults_are_accepted():
 @pytest.mark.parametrize("name", ASKING_FOR_MORE)
 def test_what_is_not_done_is_refused_in_one_line_that_names_it(name, family):
     with pytest.raises(ValueError, match=f"{name}=") as refusal:
-        make(**{name: ASKING_FOR_MORE[name]})
+        make(**{name: ASKING_FOR_MORE[name]}, num_workers=1)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) > len(name) + 25  # and says what to do
     assert family.members() == {}
@@ -96,6 +103,7 @@ def test_what_torchrl_does_not_know_either_is_a_type_error():
         ({"traj_format": "cat"}, "need trajs_per_batch"),
         ({"trajs_per_batch": 2, "traj_format": "dense"}, "traj_format='dense'"),
         ({"trajs_per_batch": 2, "track_traj_ids": False}, "needs track_traj_ids"),
+        ({"track_traj_ids": False, "split_trajs": True}, "track_traj_ids"),
         ({"replay_buffer": object()}, "must be a torchrl.data.ReplayBuffer, got object"),
         (
             {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(63))},
@@ -121,8 +129,30 @@ def test_what_torchrl_does_not_know_either_is_a_type_error():
 )
 def test_arguments_that_do_not_go_together_are_refused(arguments, words, family):
     with pytest.raises(ValueError, match=re.escape(words)):
-        make(**arguments)
+        make(**arguments, num_workers=1)
     assert family.members() == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"trajs_per_batch": 2, "trajs_per_write": 2},  # and no buffer to write into
+        {"track_policy_version": object()},  # TorchRL's PolicyVersion: a counter of the user's
+        {"init_random_frames": -5},
+        {"exploration_type": "random"},
+        {"exploration_type": None},
+    ],
+)
+def test_what_would_have_no_effect_is_refused(arguments, family):
+    with pytest.raises(ValueError, match=list(arguments)[-1]):
+        make(**arguments, num_workers=1)
+    assert family.members() == {}
+
+
+def test_trajectories_are_written_one_at_least(family):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(640))
+    with pytest.raises(ValueError, match="trajs_per_write=0"):
+        make(replay_buffer=buffer, trajs_per_batch=2, trajs_per_write=0)
 
 
 def test_a_buffer_that_holds_other_data_is_refused():
@@ -135,3 +165,38 @@ def test_a_buffer_that_holds_other_data_is_refused():
         SharedMemoryCollector(
             "Pendulum-v1", frames_per_batch=64, num_workers=0, replay_buffer=buffer
         )
+
+
+def rollouts():
+    """Two, as this collector makes them."""
+    collector = make()
+    batch = collector.fake_tensordict()
+    collector.shutdown()
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("buffer", "content"),
+    [
+        (LazyTensorStorage(640), lambda: rollouts().reshape(-1).double()),
+        (LazyTensorStorage(640), lambda: torch.zeros(3, 4)),
+        (LazyTensorStorage(640, ndim=2), lambda: rollouts()[:1]),
+        (ListStorage(640), lambda: [1, 2, 3]),
+    ],
+    ids=["other dtypes", "a tensor", "other rollouts", "numbers"],
+)
+def test_a_buffer_with_incompatible_content_is_refused(buffer, content, family):
+    buffer = ReplayBuffer(storage=buffer)
+    buffer.extend(content())
+    with pytest.raises(ValueError, match="replay_buffer"):
+        make(replay_buffer=buffer, num_workers=1)
+    assert family.members() == {}
+
+
+def test_a_buffer_that_cannot_be_written_is_refused(family):
+    part = ReplayBuffer(storage=LazyTensorStorage(640))
+    fixed = ReplayBuffer(storage=LazyTensorStorage(640), writer=ImmutableDatasetWriter())
+    for buffer in (ReplayBufferEnsemble(part, part, batch_size=8), fixed):
+        with pytest.raises(ValueError, match="replay_buffer"):
+            make(replay_buffer=buffer, num_workers=1)
+    assert family.members() == {}

@@ -1,6 +1,7 @@
 """What TorchRL's own tests ask of a collector's batches, hooks and reports, asked of ours."""
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -8,8 +9,12 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import BaseCollector
-from torchrl.envs import GymEnv
-from torchrl.testing.mocking_classes import CountingEnv, EnvThatErrorsAfter10Iters
+from torchrl.envs import ExcludeTransform, GymEnv, StepCounter, TransformedEnv
+from torchrl.testing.mocking_classes import (
+    CountingEnv,
+    CountingEnvWithString,
+    EnvThatErrorsAfter10Iters,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -210,6 +215,37 @@ def test_random_frames_are_not_repeated_after_a_reload(make_collector):
     assert (next(iter(second))["action"] == 0).all()
 
 
+def test_one_env_gives_ids_of_the_same_shape(make_collector):
+    """TorchRL: test_unbatched_env_traj_ids_shape_consistency."""
+    for num_envs in (1, 2):
+        batch = next(iter(make_collector(counting, ones, num_envs_per_worker=num_envs)))
+        assert batch["collector", "traj_ids"].shape == batch.batch_size == (4, 5)
+
+
+def test_the_shorter_of_two_time_limits_holds(make_collector):
+    """TorchRL refuses a second one: test_maxframes_error."""
+
+    def limited():
+        return TransformedEnv(CountingEnv(max_steps=30), StepCounter(3))
+
+    for limit, length in ((2, 2), (10, 3)):
+        collector = make_collector(limited, ones, max_frames_per_traj=limit, rollout_length=10)
+        batch = next(iter(collector))
+        assert batch["next", "truncated"].squeeze(-1)[0].nonzero()[0] == length - 1
+        assert batch["next", "observation"].max() == length
+
+
+def test_what_is_no_tensor_is_refused_and_can_be_left_out(make_collector):
+    """TorchRL: TestCollectorsNonTensor."""
+
+    def without():
+        return TransformedEnv(CountingEnvWithString(max_steps=4), ExcludeTransform("string"))
+
+    with pytest.raises(ValueError, match=r"'string'.*ExcludeTransform"):
+        make_collector(CountingEnvWithString, ones)
+    assert "string" not in next(iter(make_collector(without, ones)))
+
+
 # -- hooks and reports ---------------------------------------------------------------------------
 
 
@@ -283,3 +319,29 @@ def test_set_seed_makes_two_collectors_equal(make_collector):
     assert isinstance(same, TensorDict)
     assert (same == again).all()
     assert (same["observation"] != other["observation"]).any()
+
+
+@pytest.mark.multiprocess
+def test_two_workers_share_neither_ids_nor_hooks(make_collector):
+    """TorchRL: test_unique_traj_sync, test_multiprocess_collector_stats,
+    test_hooks_run_in_multiprocess_workers: ours run where the batch is read."""
+    seen = []
+    collector = make_collector(
+        [counting, partial(CountingEnv, max_steps=4)],
+        ones,
+        num_workers=2,
+        num_envs_per_worker=2,
+        frames_per_batch=40,
+        total_frames=120,
+        async_mode=False,
+        pre_collect_hook=lambda: seen.append(os.getpid()),
+        post_collect_hook=lambda batch: seen.append(batch.shape),
+    )
+    batches = list(collector)
+    assert seen == [os.getpid(), (8, 5)] * 3
+    ids = torch.cat([batch["collector", "traj_ids"] for batch in batches])
+    assert (ids == ids[:, :1]).all()  # an episode is as long as a rollout
+    assert len(ids[:, 0].unique()) == len(ids)
+    stats = collector.stats()
+    assert (stats["frames"], stats["episodes"], stats["completed"]) == (120, 24, True)
+    assert json.loads(json.dumps(stats)) == stats

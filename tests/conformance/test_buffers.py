@@ -1,13 +1,20 @@
-"""Replay buffers, whole trajectories, and collecting in the background, as TorchRL does it."""
+"""Replay buffers and whole trajectories, as TorchRL fills them."""
 
-import time
 from functools import partial
 
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler, StalenessAwareSampler
-from torchrl.testing.mocking_classes import CountingEnv, EnvThatErrorsAfter10Iters
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    SliceSampler,
+    StalenessAwareSampler,
+    TensorDictReplayBuffer,
+)
+from torchrl.testing.mocking_classes import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -21,13 +28,6 @@ def ones(td):
 
 def buffer_of(size=1000, ndim=1, **kwargs):
     return ReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), batch_size=8, **kwargs)
-
-
-def wait_until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)
 
 
 def test_a_buffer_gets_the_steps_and_the_caller_nothing(make_collector):
@@ -56,6 +56,37 @@ def test_the_same_steps_as_without_a_buffer(make_collector):
     assert (
         buffer[:].select("observation", "action") == expected.select("observation", "action")
     ).all()
+
+
+def test_a_two_dimensional_buffer_keeps_the_envs_of_its_batches_side_by_side(make_collector):
+    """So that slices of it are of one env."""
+    sampler = SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(400, ndim=2), sampler=sampler, batch_size=40)
+    collector = make_collector(counting, ones, replay_buffer=buffer, num_envs_per_worker=4)
+    for _ in zip(range(4), collector, strict=False):
+        pass
+    slices = buffer.sample().reshape(10, 4)
+    assert (slices["observation"].squeeze(-1).diff(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_any_buffer_and_storage_of_steps_will_do(make_collector, kind, storage):
+    buffer = kind(storage=storage(400), batch_size=8, collate_fn=torch.stack)
+    for _ in zip(range(2), make_collector(counting, ones, replay_buffer=buffer), strict=False):
+        pass
+    assert len(buffer) == 40
+    assert buffer.sample()["observation"].shape == (8, 1)
+
+
+def test_the_buffer_gets_what_postproc_makes_of_a_batch(make_collector):
+    """TorchRL: test_collector_postproc_zeros, with a buffer."""
+    buffer = buffer_of()
+    collector = make_collector(
+        counting, ones, replay_buffer=buffer, postproc=lambda batch: batch.reshape(-1)[:7].zero_()
+    )
+    next(iter(collector))
+    assert (buffer[:]["next", "observation"] == torch.zeros(7, 1)).all()
 
 
 # -- whole trajectories --------------------------------------------------------------------------
@@ -101,6 +132,38 @@ def test_whole_trajectories_in_a_buffer_can_be_sliced(make_collector):
     assert (slices["observation"][..., 0] == torch.arange(5)).all()
 
 
+class Noting(ReplayBuffer):
+    """Knows how long its writes were."""
+
+    def extend(self, data, **kwargs):
+        self.writes = [*getattr(self, "writes", []), len(data)]
+        return super().extend(data, **kwargs)
+
+
+@pytest.mark.parametrize(("trajs_per_write", "writes"), [(None, [20, 20]), (3, [15, 5, 15, 5])])
+def test_so_many_trajectories_are_written_at_once(make_collector, trajs_per_write, writes):
+    buffer = Noting(storage=LazyTensorStorage(400), batch_size=8)
+    collector = make_collector(
+        counting,
+        ones,
+        replay_buffer=buffer,
+        trajs_per_batch=4,
+        trajs_per_write=trajs_per_write,
+        total_frames=40,
+    )
+    assert list(collector) == [None, None]
+    assert buffer.writes == writes
+
+
+@pytest.mark.parametrize(("ndim", "arguments"), [(1, {"traj_format": "padded"}), (2, {})])
+def test_what_trajectories_in_a_buffer_cannot_be_is_refused(make_collector, ndim, arguments):
+    """They are rows of steps without padding."""
+    with pytest.raises(ValueError, match=f"traj_format|ndim={ndim}"):
+        make_collector(
+            counting, ones, trajs_per_batch=2, replay_buffer=buffer_of(ndim=ndim), **arguments
+        )
+
+
 # -- staleness -----------------------------------------------------------------------------------
 
 
@@ -115,97 +178,3 @@ def test_stale_steps_are_left_out_by_torchrls_sampler(make_collector):
     sampler.consumer_version = 4
     versions = buffer.sample()["policy_version"]
     assert versions.unique().tolist() == [3]
-
-
-# -- in the background ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_start_fills_the_buffer_while_the_caller_does_something_else(make_collector, num_workers):
-    """TorchRL: test_start_single, test_start_multi, test_start_update_policy."""
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, num_workers=num_workers)
-    collector.start()
-    wait_until(lambda: collector.getattr_rb("write_count") >= 100)
-    assert collector.is_running()
-    collector.increment_version()
-    count = buffer.write_count
-    wait_until(lambda: buffer.write_count >= count + 200)
-    assert buffer[:]["policy_version"].max() == 1
-    assert buffer.sample().shape == (8,)
-    collector.async_shutdown()
-    assert not collector.is_running()
-    count = buffer.write_count
-    time.sleep(0.1)
-    assert buffer.write_count == count
-
-
-def test_the_background_ends_with_total_frames(make_collector):
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, total_frames=80)
-    collector.start()
-    wait_until(lambda: not collector.is_running())
-    assert collector.getattr_rb("write_count") == 80
-
-
-def test_nothing_is_written_inside_a_pause(make_collector):
-    """TorchRL: test_pause."""
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer)
-    with collector.pause():
-        pass  # not started: nothing to wait for
-    collector.start()
-    wait_until(lambda: buffer.write_count > 0)
-    for _ in range(3):
-        with collector.pause():
-            count = buffer.write_count
-            time.sleep(0.1)
-            assert buffer.write_count == count
-        wait_until(lambda: buffer.write_count > count)  # noqa: B023 (called at once)
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_what_goes_wrong_in_the_background_is_raised_where_one_looks(make_collector, num_workers):
-    buffer = buffer_of()
-    collector = make_collector(
-        EnvThatErrorsAfter10Iters, replay_buffer=buffer, num_workers=num_workers
-    )
-    collector.start()
-    wait_until(lambda: not collector.is_running())
-    with pytest.raises(RuntimeError, match="max steps"):
-        collector.getattr_rb("write_count")
-    with pytest.raises(RuntimeError, match="max steps"), collector.pause():
-        pass
-    collector.shutdown()
-
-
-def test_without_a_buffer_start_only_starts_the_workers(make_collector):
-    collector = make_collector("CartPole-v1")
-    collector.start()
-    assert not collector.is_running()
-    assert next(iter(collector)).batch_size == (4, 5)
-
-
-@pytest.mark.multiprocess
-def test_a_collector_that_fills_a_buffer_can_be_forgotten(make_collector, family):
-    """The interpreter's end, with the thread running, leaves nobody behind: see the fixture."""
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, num_workers=1)
-    collector.start()
-    wait_until(lambda: buffer.write_count > 0)
-    assert family.members()
-
-
-def test_a_hook_of_the_background_may_pause_it(make_collector):
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, total_frames=60)
-
-    def hook(batch):
-        with collector.pause():
-            collector.increment_version()
-
-    collector.set_post_collect_hook(hook)
-    collector.start()
-    wait_until(lambda: not collector.is_running())
-    assert collector.getattr_rb("write_count") == 60
-    assert collector.policy_version == 3

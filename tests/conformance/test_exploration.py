@@ -33,6 +33,10 @@ def is_mode(batch):
     return torch.allclose(batch["action"], 2 * batch["loc"].tanh(), atol=1e-5)
 
 
+def is_best(batch):
+    return bool((batch["action"] == batch["action_value"].argmax(-1)).all())
+
+
 @pytest.mark.parametrize(
     ("kind", "is_greedy"), [(ExplorationType.DETERMINISTIC, True), (ExplorationType.RANDOM, False)]
 )
@@ -52,17 +56,26 @@ def test_the_type_around_an_iteration_goes_before_the_collectors(make_collector,
     assert not is_mode(next(batches))
 
 
-def test_an_annealed_exploration_reaches_the_workers(make_collector):
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
+def test_an_annealed_exploration_reaches_the_workers(make_collector, num_workers):
     policy = greedy()
-    collector = make_collector("CartPole-v1", policy, frames_per_batch=200)
+    options = {"num_workers": num_workers, "frames_per_batch": 200, "async_mode": False}
+    collector = make_collector("CartPole-v1", policy, **options)
     batches = iter(collector)
-    best = next(batches)
-    assert (best["action"] != best["action_value"].argmax(-1)).any()
+    assert not is_best(next(batches))
     policy[-1].step(10)
     policy[-1].eps.fill_(0.0)
     collector.update_policy_weights_()
-    best = next(batches)
-    assert (best["action"] == best["action_value"].argmax(-1)).all()
+    assert is_best(next(batches))
+
+
+def test_nothing_is_tried_out_where_the_mode_is_asked_for(make_collector):
+    kind = ExplorationType.DETERMINISTIC
+    collector = make_collector("CartPole-v1", greedy(), exploration_type=kind, frames_per_batch=200)
+    assert is_best(next(iter(collector)))
+    with set_exploration_type(ExplorationType.RANDOM):
+        assert not is_best(collector.next())
+    assert is_best(collector.next())
 
 
 def still():
@@ -88,3 +101,20 @@ def test_noise_that_a_policy_keeps_to_itself_goes_on_from_step_to_step(make_coll
         iter(make_collector("Pendulum-v1", white, rollout_length=150, frames_per_batch=600))
     )
     assert batch["action"].diff(dim=1).std() > batch["action"].std()
+
+
+def test_noise_begins_anew_with_an_episode(make_collector):
+    spec = GymEnv("Pendulum-v1").action_spec
+    noise = OrnsteinUhlenbeckProcessModule(spec=spec, sigma=0.3, theta=0.01, eps_end=1.0)
+    collector = make_collector(
+        "Pendulum-v1",
+        TensorDictSequential(still(), noise),
+        max_frames_per_traj=40,
+        num_envs_per_worker=8,
+        rollout_length=100,
+        frames_per_batch=800,
+    )
+    batch = next(iter(collector))
+    assert batch["is_init"].sum() == 3 * 8
+    actions, step = batch["action"], batch["step_count"]
+    assert actions[step <= 2].std() < 0.5 * actions[step >= 20].std()

@@ -77,3 +77,23 @@ def test_a_state_of_unknown_shape_is_refused(make_collector):
     )
     with pytest.raises(ValueError, match=r"state \['memory'\] .*make_tensordict_primer"):
         make_collector("CartPole-v1", policy)
+
+
+@pytest.mark.multiprocess
+def test_states_of_every_env_are_kept_apart_in_the_inference_worker(make_collector):
+    """Two splits of two envs, over several batches: each rollout can be run through by itself."""
+    policy = POLICIES["GRU on LSTM"]()
+    collector = make_collector(
+        "CartPole-v1",
+        policy,
+        num_workers=1,
+        num_envs_per_worker=4,
+        num_splits=2,
+        rollout_length=15,
+        frames_per_batch=120,
+    )
+    for _, batch in zip(range(3), collector, strict=False):
+        with set_recurrent_mode(True), torch.no_grad():
+            again = policy(batch.select(*policy.in_keys))
+        torch.testing.assert_close(again["logits"], batch["logits"], rtol=1e-5, atol=1e-6)
+    assert not batch["is_init"][:, 0].all()  # states have been carried over

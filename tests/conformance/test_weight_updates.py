@@ -28,7 +28,7 @@ def test_weights_are_taken_in_every_form(make_collector, name):
     collector = make_collector("CartPole-v1", policy)
     batches = iter(collector)
     next(batches)
-    key = "action_value" if name == "greedy" else "logits"
+    key = {"greedy": "action_value", "actor and value": "state_value"}.get(name, "logits")
     for count, form in enumerate(dict(weights_of(policy))):
         with torch.no_grad():
             for parameter in policy.parameters():
@@ -37,8 +37,7 @@ def test_weights_are_taken_in_every_form(make_collector, name):
         collector.update_policy_weights_(dict(weights_of(policy))[form])
         batch = next(batches)
         assert (batch["policy_version"] == count + 1).all()
-        if name != "actor and value":
-            assert (batch[key] == count + 1.0).all()
+        assert (batch[key] == count + 1.0).all()
     for how in ({}, {"policy": policy}, {"weights": policy.state_dict()}):
         collector.update_policy_weights_(**how)
     collector.update_policy_weights_(weights_dict={"policy": policy})
@@ -81,3 +80,35 @@ def test_the_version_can_be_raised_without_new_weights(make_collector):
     collector = make_collector("CartPole-v1", actor())
     collector.increment_version()
     assert (next(iter(collector))["policy_version"] == 1).all()
+
+
+def test_weights_said_twice_or_by_an_unknown_name_are_refused(make_collector):
+    policy = actor()
+    collector = make_collector("CartPole-v1", policy)
+    with pytest.raises(ValueError, match="weights"):
+        collector.update_policy_weights_(policy, weights=policy.state_dict())
+    with pytest.raises(ValueError, match="policy"):
+        collector.update_policy_weights_(weights_dict={"policy": policy}, policy=policy)
+    with pytest.raises(ValueError, match="critic"):
+        collector.update_policy_weights_(weights_dict={"critic": policy})
+    assert collector.policy_version == 0
+
+
+def test_an_argument_of_an_update_that_means_nothing_is_refused(make_collector):
+    collector = make_collector("CartPole-v1", actor())
+    with pytest.raises(TypeError, match="weigths"):
+        collector.update_policy_weights_(weigths=actor())  # else the old ones would be published
+
+
+def test_weights_of_an_operator_are_those_of_its_parts(make_collector):
+    """As PPO has it: an ActorValueOperator, of which the policy operator collects."""
+    both = POLICIES["actor and value"]()
+    collector = make_collector("CartPole-v1", both.get_policy_operator())
+    batches = iter(collector)
+    next(batches)
+    with torch.no_grad():
+        for parameter in both.parameters():
+            parameter.zero_()
+    for weights in (None, both.get_policy_operator(), both.get_policy_operator().state_dict()):
+        collector.update_policy_weights_(weights)
+        assert (next(batches)["logits"] == 0).all()

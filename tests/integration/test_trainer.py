@@ -136,7 +136,7 @@ def test_a_replay_buffer_of_the_trainers_own(make_collector):
     assert trainer._optim_count == 2 * (400 - 40 + FRAMES) // FRAMES
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.multiprocess)])
 def test_async_collection_runs_to_its_end(make_collector, num_workers, tmp_path):
     trainer, buffer = q_learning(
         make_collector,
@@ -157,11 +157,17 @@ def test_async_collection_runs_to_its_end(make_collector, num_workers, tmp_path)
     assert 0 < saved["collector"]["frames"] <= 2_000
 
 
+@pytest.mark.multiprocess
 def test_whole_trajectories_go_into_the_buffer_of_an_async_trainer(make_collector):
     policy, loss_module, advantage = policy_and_loss()
     buffer = ReplayBuffer(storage=LazyTensorStorage(2_000), batch_size=16)
     collector = make_collector(
-        "CartPole-v1", policy, replay_buffer=buffer, trajs_per_batch=2, total_frames=1_000
+        "CartPole-v1",
+        policy,
+        replay_buffer=buffer,
+        trajs_per_batch=2,
+        total_frames=1_000,
+        num_workers=1,
     )
     trainer = make_trainer(collector, loss_module, 600, async_collection=True)
 
