@@ -30,6 +30,7 @@ from sf_torchrl.envs.spaces import (
     EnvSpecs,
     UnsupportedSpaceError,
 )
+from sf_torchrl.envs.vector import check_autoreset
 from sf_torchrl.memory.slab import Feature, Key
 
 
@@ -38,6 +39,8 @@ def bare_gymnasium_env(env: EnvBase) -> gymnasium.Env[Any, Any] | None:
     if type(env) not in (GymEnv, GymWrapper) or env.batch_size != torch.Size([]):
         return None
     inner = env._env
+    if isinstance(inner, gymnasium.Env):
+        _keep(inner, env)
     plain = (
         isinstance(inner, gymnasium.Env)
         and env.frame_skip == 1
@@ -66,7 +69,14 @@ def without_counters(env: EnvBase) -> EnvBase:
     if kept == len(transforms):
         return env
     rest = [transform.clone() for transform in transforms[:kept]]
-    return TransformedEnv(env.base_env, Compose(*rest)) if rest else env.base_env
+    stripped = TransformedEnv(env.base_env, Compose(*rest)) if rest else env.base_env
+    _keep(stripped, env)
+    return stripped
+
+
+def _keep(inner: Any, outer: EnvBase) -> None:
+    """Keep the wrapper as long as what is in it: TorchRL's envs close when they are forgotten."""
+    inner.__dict__["_kept_wrapper"] = outer
 
 
 def _is_counter(transform: Transform) -> bool:
@@ -101,6 +111,7 @@ def read_torchrl_specs(env: EnvBase, name: str) -> EnvSpecs:
         )
     if env.device is not None and env.device.type != "cpu":
         raise EnvError(f"env {name!r} is on device {env.device}; env workers step envs on the CPU")
+    _refuse_lossy_resets(env, name)
     ndims = len(batch_size)
     observation = _features(env.full_observation_spec, ndims, name)
     taken = sorted(RESERVED_KEYS.intersection(f.key[0] for f in observation if len(f.key) == 1))
@@ -121,6 +132,21 @@ def read_torchrl_specs(env: EnvBase, name: str) -> EnvSpecs:
         done=_features(env.full_done_spec, ndims, name),
         torchrl_action_spec=env.full_action_spec[0] if batch_size else env.full_action_spec,
     )
+
+
+def _refuse_lossy_resets(env: EnvBase, name: str) -> None:
+    """``GymEnv(num_envs=N)`` makes a vector env in gymnasium's default mode (TorchRL 0.14.1)."""
+    inner = env
+    while isinstance(inner, TransformedEnv):
+        inner = inner.base_env
+    if isinstance(inner, GymWrapper) and isinstance(inner._env, gymnasium.vector.VectorEnv):
+        mode, vector = check_autoreset(inner._env, name), inner._env
+        is_dict = isinstance(vector.single_observation_space, gymnasium.spaces.Dict)
+        if mode == gymnasium.vector.AutoresetMode.SAME_STEP and is_dict:
+            raise EnvError(
+                f"env {name!r}: TorchRL's wrapper loses parts of a Dict's final observation in "
+                "autoreset mode SAME_STEP; give the vector env itself, or use DISABLED"
+            )
 
 
 def _features(spec: Composite, ndims: int, name: str) -> tuple[Feature, ...]:

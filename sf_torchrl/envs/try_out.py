@@ -23,6 +23,7 @@ from sf_torchrl.envs.spaces import (
     read_specs,
 )
 from sf_torchrl.envs.vector import VectorEnvAdapter
+from sf_torchrl.memory.slab import Feature
 
 _OLD_API = (
     "uses the Gym API from before 0.26; gymnasium's reset returns (observation, info) and its step "
@@ -80,8 +81,16 @@ def try_out_all(factories: Sequence[EnvFactory]) -> EnvSpecs:
 
 
 def _summary(specs: EnvSpecs) -> str:
-    observed = ", ".join(f"{'.'.join(f.key)} {f.dtype}{list(f.shape)}" for f in specs.observation)
-    return f"observes {observed} and takes {specs.action} ({specs.path} path)"
+    def told(features: Sequence[Feature]) -> str:
+        parts = (f"{'.'.join(f.key)} {f.dtype}{list(f.shape)}" for f in features)
+        return ", ".join(parts)
+
+    kind = "a Dict of " if specs.is_dict else ""
+    count = f", {specs.envs_at_once} at once" if specs.envs_at_once > 1 else ""
+    return (
+        f"observes {kind}{told(specs.observation)}, earns {told(specs.reward)} and takes "
+        f"{specs.action} ({specs.path} path{count})"
+    )
 
 
 def _try_single(env: gymnasium.Env[Any, Any], specs: EnvSpecs) -> None:

@@ -21,6 +21,22 @@ def is_envpool(env: object) -> bool:
     return any(base.__module__.startswith("envpool.") for base in type(env).__mro__)
 
 
+def check_autoreset(env: Any, name: str) -> AutoresetMode:
+    """The autoreset mode of a gymnasium vector env.
+
+    Raises:
+        EnvError: ``NEXT_STEP``, or none is told.
+    """
+    mode: AutoresetMode = env.metadata.get("autoreset_mode")
+    if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
+        raise EnvError(
+            f"vector env {name!r} has autoreset mode {getattr(mode, 'name', mode)}, whose steps "
+            "after an episode's end are no transitions; make it with autoreset_mode="
+            "gymnasium.vector.AutoresetMode.SAME_STEP or DISABLED"
+        )
+    return mode
+
+
 class VectorEnvAdapter:
     """Steps a ``VectorEnv`` so that the observation before a reset is never lost.
 
@@ -41,14 +57,7 @@ class VectorEnvAdapter:
             _check_envpool(env, name)
             self._same_step = False
         else:
-            mode = env.metadata.get("autoreset_mode")
-            if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
-                raise EnvError(
-                    f"vector env {name!r} has autoreset mode {getattr(mode, 'name', mode)}, whose "
-                    "steps after an episode's end are no transitions; make it with autoreset_mode="
-                    "gymnasium.vector.AutoresetMode.SAME_STEP or DISABLED"
-                )
-            self._same_step = mode == AutoresetMode.SAME_STEP
+            self._same_step = check_autoreset(env, name) == AutoresetMode.SAME_STEP
         self._env = env  # a VectorEnv
 
     def first_reset(self, seeds: list[int]) -> Any:

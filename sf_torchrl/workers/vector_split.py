@@ -45,7 +45,7 @@ class VectorSplit(EnvSplit):
 
     def _step_envs(self, slot: int, t: int) -> tuple[Any, Iterable[int]]:
         """Hot path. Beyond the env: 1 us a leaf and env object."""
-        actions = self._to_env(self._actions[slot, :, t])
+        actions = np.array(self._to_env(self._actions[slot, :, t]))  # the env may write into it
         ended: list[int] = []
         for rows, env in self._envs:
             observation, reward, terminated, truncated, source = env.step(actions[rows])

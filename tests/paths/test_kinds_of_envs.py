@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from seeded import cartpole, telling
+from seeded import cartpole
 from torchrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, StepCounter, TransformedEnv
 from torchrl.testing.mocking_classes import (
     ContinuousActionVecMockEnv,
@@ -112,19 +112,6 @@ def test_a_nested_env_ends_resets_and_counts_trajectories(make_collector, max_st
 
 
 # -- several envs at once ------------------------------------------------------------------------
-
-
-def test_vector_envs_are_put_side_by_side_in_a_split(make_collector):
-    collector = make_collector(
-        partial(same_step, 2),
-        num_envs_per_worker=8,
-        num_splits=2,
-        rollout_length=4,
-        frames_per_batch=64,
-    )
-    batches = [batch for _, batch in zip(range(5), collector, strict=False)]
-    ids = torch.cat([b["collector", "traj_ids"] for b in batches]) % 8
-    assert sorted(ids.unique().tolist()) == list(range(8))
 
 
 def test_sizes_that_vector_envs_do_not_fit_into_are_refused():
@@ -249,24 +236,6 @@ def test_arguments_may_differ_between_workers():
         )
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(cartpole, limit=500),
-        lambda: GymWrapper(cartpole(limit=500)),
-        lambda: SerialEnv(1, lambda: GymWrapper(cartpole(limit=500))),
-        partial(CountingEnv, max_steps=100),
-    ],
-)
-def test_max_frames_per_traj_truncates_on_every_path(make_collector, make):
-    collector = make_collector(
-        make, max_frames_per_traj=6, num_envs_per_worker=1, rollout_length=50, frames_per_batch=50
-    )
-    (row,) = next(iter(collector))
-    assert row["next", "truncated"][:, 0].nonzero()[:, 0].tolist() == list(range(5, 50, 6))
-    assert row["next", "step_count"].max() == 6
-
-
 def test_max_frames_per_traj_of_a_vector_env_is_refused():
     with pytest.raises(ValueError, match=r"max_frames_per_traj=6 .*TimeLimit around each"):
         SharedMemoryCollector(partial(same_step, 2), max_frames_per_traj=6, frames_per_batch=1024)
@@ -278,50 +247,7 @@ def test_what_shared_memory_cannot_hold_is_refused():
             SharedMemoryCollector(make, frames_per_batch=1024)
 
 
-# -- seeds and trajectories ----------------------------------------------------------------------
-
-
-@pytest.mark.multiprocess
-def test_every_env_has_a_seed_of_its_own_on_every_path(make_collector):
-    for make in (telling, partial(same_step, 2, telling), lambda: GymWrapper(telling())):
-        collector = make_collector(
-            make, num_workers=2, num_envs_per_worker=2, frames_per_batch=20, async_mode=False
-        )
-        assert next(iter(collector))["base"].unique().numel() == 4
-        collector.shutdown()
-
-
-def test_trajectory_ids_are_unique_over_envs_and_over_a_resumption(make_collector):
-    seen = []
-
-    def collect(collector):
-        for _, batch in zip(range(6), collector, strict=False):
-            ids, starts = batch["collector", "traj_ids"], batch["is_init"][..., 0]
-            seen.extend(ids[starts].tolist())
-
-    first = make_collector(cartpole, num_envs_per_worker=4, num_splits=2, frames_per_batch=40)
-    collect(first)
-    second = make_collector(cartpole, num_envs_per_worker=4, num_splits=2, frames_per_batch=40)
-    second.load_state_dict(first.state_dict())
-    collect(second)
-    assert len(seen) == len(set(seen)) > 8
-
-
-def test_counts_go_on_over_rollouts_and_begin_anew_with_episodes(make_collector):
-    collector = make_collector(
-        cartpole, num_envs_per_worker=1, rollout_length=4, frames_per_batch=4
-    )
-    count, total = 0, 0.0
-    for _, batch in zip(range(60), collector, strict=False):
-        for step in batch.reshape(-1):
-            assert step["step_count"].item() == count
-            assert step["episode_reward"].item() == total
-            assert step["is_init"].item() == (count == 0)
-            count, total = count + 1, total + step["next", "reward"].item()
-            assert step["next", "step_count"].item() == count
-            assert step["next", "episode_reward"].item() == total
-            if step["next", "done"].item():
-                count, total = 0, 0.0
+# -- what is counted -----------------------------------------------------------------------------
 
 
 class Chirping(gymnasium.ObservationWrapper):
@@ -349,3 +275,31 @@ def test_a_key_of_the_envs_own_goes_before_the_workers(make_collector):
 def test_a_network_does_not_look_at_what_is_counted():
     policy = ActorCritic.for_env(partial(TransformedEnv, GymEnv("CartPole-v1"), StepCounter(5)))
     assert policy.in_keys == ["observation"]
+
+
+class Closable(gymnasium.Wrapper):
+    """Cannot be reset once it has been closed."""
+
+    is_closed = False
+
+    def reset(self, **kwargs):
+        assert not self.is_closed, "reset after close"
+        return super().reset(**kwargs)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GymWrapper(Closable(cartpole())),
+        lambda: TransformedEnv(GymWrapper(Closable(cartpole())), StepCounter()),
+    ],
+)
+def test_an_env_taken_out_of_its_wrapper_is_not_closed_with_it(make_collector, make):
+    """TorchRL's envs close what is in them when they are forgotten."""
+    collector = make_collector(make, **SMALL)
+    batch = next(iter(collector))
+    assert collector.stats()["path"] == "raw"
+    assert batch["is_init"].sum() > 2

@@ -61,6 +61,10 @@ def transformed(make):
     return env
 
 
+def one_hot_transformed(make):
+    return TransformedEnv(one_hot(make), RewardScaling(loc=0.0, scale=1.0))
+
+
 def reference(make, actor, base, encode=True):
     """``STEPS`` steps of TorchRL's own Collector with the three counters, flat."""
     env = GymWrapper(make(base=base), categorical_action_encoding=encode)
@@ -135,24 +139,26 @@ def test_single_envs_give_torchrls_batch(make_collector, kind, make, function):
         assert_has_all_endings(torch.cat(lanes))
 
 
-def test_one_hot_actions_give_torchrls_batch(make_collector):
+@pytest.mark.parametrize("path", ["raw", "generic"])
+def test_one_hot_actions_give_torchrls_batch(make_collector, path):
     actor = policy(one_hot_leaning)
+    make = {"raw": one_hot, "generic": one_hot_transformed}[path]
     collector = make_collector(
-        partial(one_hot, cartpole),
+        partial(make, cartpole),
         actor,
         num_envs_per_worker=1,
         rollout_length=T,
         frames_per_batch=STEPS,
     )
-    assert collector.stats()["path"] == "raw"
+    assert collector.stats()["path"] == path
     (lane,) = lanes_of(collector, 1)
     assert lane["action"].shape == (STEPS, 2)
     (base,) = collector._engine._parts.env_seeds(0)
     assert_same(lane, reference(cartpole, actor, base, encode=False))
 
 
-def sync(mode):
-    return SyncVectorEnv([telling] * 3, autoreset_mode=mode)
+def sync(mode, make=telling):
+    return SyncVectorEnv([make] * 3, autoreset_mode=mode)
 
 
 VECTORIZED = {
@@ -161,11 +167,21 @@ VECTORIZED = {
     "AsyncVectorEnv, SAME_STEP": lambda: AsyncVectorEnv(
         [telling] * 3, autoreset_mode=AutoresetMode.SAME_STEP
     ),
+    "AsyncVectorEnv, DISABLED": lambda: AsyncVectorEnv(
+        [telling] * 3, autoreset_mode=AutoresetMode.DISABLED
+    ),
     "GymWrapper, DISABLED": lambda: GymWrapper(
         sync(AutoresetMode.DISABLED), categorical_action_encoding=True
     ),
     "SerialEnv": lambda: SerialEnv(3, partial(wrapped, telling)),
     "SerialEnv with counters": lambda: SerialEnv(3, partial(counted, telling)),
+}
+
+
+CONTINUOUS = {
+    "SyncVectorEnv, SAME_STEP": partial(sync, AutoresetMode.SAME_STEP, pendulum),
+    "SyncVectorEnv, DISABLED": partial(sync, AutoresetMode.DISABLED, pendulum),
+    "SerialEnv": lambda: SerialEnv(3, partial(wrapped, pendulum)),
 }
 
 
@@ -188,6 +204,21 @@ def test_envs_stepped_at_once_give_torchrls_batch(make_collector, kind):
     assert_has_all_endings(torch.cat(lanes))
 
 
+@pytest.mark.parametrize(
+    "kind", ["SyncVectorEnv, SAME_STEP", "SyncVectorEnv, DISABLED", "SerialEnv"]
+)
+def test_continuous_actions_of_envs_stepped_at_once_give_torchrls_batch(make_collector, kind):
+    actor, make_vector = policy(pulling), CONTINUOUS[kind]
+    collector = make_collector(
+        make_vector, actor, num_envs_per_worker=3, rollout_length=T, frames_per_batch=3 * STEPS
+    )
+    lanes, bases = lanes_of(collector, 3), collector._engine._parts.env_seeds(0)
+    if kind == "SerialEnv":
+        bases = bases[:1]  # it makes the others of the first
+    for lane, base in zip(lanes, bases, strict=False):
+        assert_same(lane, reference(pendulum, actor, base))
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("make", [telling, partial(transformed, telling)])
 def test_worker_processes_give_torchrls_batch(make_collector, make):
@@ -199,6 +230,7 @@ def test_worker_processes_give_torchrls_batch(make_collector, make):
         num_envs_per_worker=1,
         rollout_length=STEPS,
         frames_per_batch=2 * STEPS,
+        async_mode=False,  # one rollout of each worker in a batch, however fast each is
     )
     batch = next(iter(collector))
     for row in batch:
