@@ -192,7 +192,7 @@ def first_reset(env: EnvBase, seed: int) -> Any:
     """Seed and reset, so that a wrapped gymnasium env begins as it does without its wrapper."""
     env.set_seed(seed)
     inner = env
-    while hasattr(inner, "base_env"):
+    while isinstance(inner, TransformedEnv):
         inner = inner.base_env
     if isinstance(inner, GymLikeEnv) and not inner.batch_size:
         return env.reset(seed=seed)  # set_seed has reset it once: begin again, from the seed
