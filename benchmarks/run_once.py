@@ -12,6 +12,7 @@ if "train" in sys.argv or "sample" in sys.argv:
     prewarm_inference_worker()
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import tempfile
@@ -27,16 +28,16 @@ def simulate(workload: Workload, seconds: float, collector: dict) -> dict[str, f
     context = multiprocessing.get_context("spawn")
     count = max(collector["num_workers"], 1)
     with context.Pool(count) as pool:
-        jobs = [(workload.env, collector["num_envs_per_worker"], seconds)] * count
+        jobs = [(workload.env_fn, collector["num_envs_per_worker"], seconds)] * count
         rates = pool.starmap(step_randomly, jobs)
     return {"env_steps_per_s": sum(rates)}
 
 
-def step_randomly(env_id: str, num_envs: int, seconds: float) -> float:
+def step_randomly(env_fn, num_envs: int, seconds: float) -> float:
     """Env steps/s of this process."""
     from sf_torchrl.envs.factory import make_env
 
-    envs = [make_env(env_id) for _ in range(num_envs)]
+    envs = [make_env(env_fn) for _ in range(num_envs)]
     for seed, env in enumerate(envs):
         env.reset(seed=seed)
         env.action_space.seed(seed)
@@ -80,8 +81,8 @@ def learn(workload: Workload, rate: Rate, collector: dict, train: bool) -> dict[
     from sf_torchrl import ActorCritic, SharedMemoryCollector
 
     meter = machine.MemoryMeter()
-    policy = ActorCritic.for_env(workload.env, **workload.network)
-    source = SharedMemoryCollector(workload.env, policy, seed=0, **collector)
+    policy = ActorCritic.for_env(workload.env_fn, **workload.network)
+    source = SharedMemoryCollector(workload.env_fn, policy, seed=0, **collector)
     if train:
         _train(workload, policy, source, rate)
     else:
@@ -135,9 +136,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--warmup_s", type=float, default=3.0)
     parser.add_argument("--collector", type=json.loads, default={}, help="JSON, over the workload")
+    parser.add_argument("--network", type=json.loads, default={}, help="JSON, over the workload")
+    parser.add_argument("--env_kwargs", type=json.loads, default={}, help="JSON, over the workload")
+    parser.add_argument(
+        "--env_from", help="a folder whose common.make_env(workload) makes the peers' env"
+    )
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="lightning.*")
     workload = WORKLOADS[arguments.workload]
+    workload = dataclasses.replace(
+        workload,
+        network=workload.network | arguments.network,
+        env_kwargs=workload.env_kwargs | arguments.env_kwargs,
+    )
+    if arguments.env_from:
+        sys.path.insert(0, arguments.env_from)
+        workload = dataclasses.replace(
+            workload, env="common:make_env", env_kwargs={"workload": arguments.workload}
+        )
     collector = workload.collector | arguments.collector
     if arguments.mode == "sim":
         found = simulate(workload, arguments.seconds, collector)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 def _check(condition: bool, message: str) -> None:
@@ -36,8 +38,8 @@ class CollectorConfig:
     the learner's (zero lag). Sample Factory's async_rl."""
     env_start_timeout_s: float = 120.0
     """Seconds within which every env must have been made and reset."""
-    inference_threads: int = 1
-    """Threads of the inference worker."""
+    inference_threads: int = 0
+    """Threads of the inference worker; 0 takes a quarter of the cores that env workers leave."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -46,12 +48,13 @@ class CollectorConfig:
             "rollout_length",
             "frames_per_batch",
             "max_batches_in_flight",
-            "inference_threads",
         ):
             value = getattr(self, name)
             _check(isinstance(value, int), f"{name}={value!r} must be an integer")
             _check(value >= 1, f"{name}={value} must be at least 1")
-        _check(self.num_workers >= 0, f"num_workers={self.num_workers} must not be negative")
+        for name in ("num_workers", "inference_threads"):
+            value = getattr(self, name)
+            _check(value >= 0, f"{name}={value} must not be negative")
         _check(
             self.env_start_timeout_s > 0,
             f"env_start_timeout_s={self.env_start_timeout_s} must be positive",
@@ -121,24 +124,64 @@ class CollectorConfig:
         return self.total_splits * self.num_slots_per_split
 
 
+def inference_and_learner_threads(num_workers: int) -> tuple[int, int]:
+    """CPU threads of the inference worker and of the learner, from the cores there are.
+
+    Env workers come first, as one core each; of what they leave the inference worker gets a
+    quarter, the learner the rest. Each gets one at the least.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    free = max(1, (cores or 1) - num_workers)
+    inference = max(1, free // 4)
+    return inference, max(1, free - inference)
+
+
 NONLINEARITIES = ("elu", "relu", "tanh")
 INITIALIZATIONS = ("orthogonal", "xavier_uniform", "torch_default")
+CONV_ARCHITECTURES = ("convnet_simple", "convnet_impala", "convnet_atari", "resnet_impala")
+CORES = ("none", "gru", "lstm")
+CHANNEL_ORDERS = ("auto", "first", "last")
+PRECISIONS = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Layers of the actor-critic. Defaults are Sample Factory's."""
+    """Layers of the actor-critic. Defaults are Sample Factory's, except where a field says so."""
 
     encoder_mlp_layers: tuple[int, ...] = (512, 512)
-    """Units of each layer of the encoder; one encoder per observation key."""
+    """Units of each layer of the encoder of an observation that is no picture."""
+    encoder_conv_architecture: str = "convnet_simple"
+    """Encoder of a picture (an observation of three dimensions): convnet_simple, convnet_impala,
+    convnet_atari or resnet_impala."""
+    encoder_conv_mlp_layers: tuple[int, ...] = (512,)
+    """Units of each layer behind the convolutions."""
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    """Encoders of single observation keys, where they differ: mlp, one of the architectures for
+    pictures, or package.module.Class: a module made with (shape, config), shape being (channels,
+    height, width) of a picture, that has num_outputs and takes float32 [N, *shape], pictures
+    scaled to [0, 1]."""
+    channel_order: str = "auto"
+    """Where a picture has its channels: first or last. auto takes the dimension that is smaller
+    than both others."""
+    core: str = "none"
+    """Memory between encoder and decoder: none, gru or lstm. Sample Factory's use_rnn and rnn_type;
+    its default is a GRU."""
+    rnn_size: int = 512
+    """Units of each layer of the core."""
+    rnn_num_layers: int = 1
+    """Layers of the core."""
     decoder_mlp_layers: tuple[int, ...] = ()
-    """Units of each layer between encoder and heads."""
+    """Units of each layer between core and heads."""
+    decoder: str = "mlp"
+    """mlp, or package.module.Class: a module made with (num_inputs, config) that has num_outputs
+    and takes [N, num_inputs]."""
     nonlinearity: str = "elu"
     """Activation after each layer: elu, relu or tanh."""
     actor_critic_share_weights: bool = True
-    """One encoder and decoder for both heads; False gives the critic its own."""
+    """One encoder, core and decoder for both heads; False gives the critic its own."""
     policy_initialization: str = "orthogonal"
-    """How weights are drawn: orthogonal, xavier_uniform or torch_default."""
+    """How weights are drawn: orthogonal, xavier_uniform or torch_default; cores always as torch
+    does."""
     policy_init_gain: float = 1.0
     """Factor on orthogonal and Xavier initialization."""
     initial_stddev: float = 1.0
@@ -146,19 +189,48 @@ class NetworkConfig:
     adaptive_stddev: bool = True
     """Continuous actions: the deviation depends on the observation; False learns one for all."""
     normalize_input: bool = True
-    """Normalize observations by their running mean and deviation, kept with the weights."""
+    """Normalize observations by their running mean and deviation, kept with the weights. uint8
+    pictures are only scaled to [0, 1]; Sample Factory normalizes each of their pixels."""
+    precision: str = "auto"
+    """Of encoder, core and decoder, in learner and inference worker alike: float32, bfloat16
+    (weights, heads, losses and targets stay float32), or auto: bfloat16 for pictures where the
+    processor computes in it, else float32."""
+    rows_per_piece: int = 0
+    """Pictures that go through the encoder at once, so that they stay in the cache; 0: 64 on CPUs,
+    all on GPUs. Changes no result beyond rounding."""
 
     def __post_init__(self) -> None:
-        for name in ("encoder_mlp_layers", "decoder_mlp_layers"):
+        for name in ("encoder_mlp_layers", "encoder_conv_mlp_layers", "decoder_mlp_layers"):
             layers = getattr(self, name)
             _check(all(units >= 1 for units in layers), f"{name}={list(layers)} must be positive")
-        _check_choice("nonlinearity", self.nonlinearity, NONLINEARITIES)
-        _check_choice("policy_initialization", self.policy_initialization, INITIALIZATIONS)
+        for name, choices in (
+            ("nonlinearity", NONLINEARITIES),
+            ("policy_initialization", INITIALIZATIONS),
+            ("encoder_conv_architecture", CONV_ARCHITECTURES),
+            ("core", CORES),
+            ("channel_order", CHANNEL_ORDERS),
+            ("precision", PRECISIONS),
+        ):
+            _check_choice(name, getattr(self, name), choices)
+        _check_choice_or_class("decoder", self.decoder, ("mlp",))
+        for key, encoder in self.encoders.items():
+            _check_choice_or_class(f"encoders[{key!r}]", encoder, ("mlp", *CONV_ARCHITECTURES))
+        for name in ("rnn_size", "rnn_num_layers"):
+            value = getattr(self, name)
+            _check(value >= 1, f"{name}={value} must be at least 1")
+        _check(self.rows_per_piece >= 0, f"rows_per_piece={self.rows_per_piece} must not be < 0")
         _check(self.initial_stddev > 0, f"initial_stddev={self.initial_stddev} must be positive")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     _check(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def _check_choice_or_class(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _check(
+        value in choices or "." in value,
+        f"{name}={value!r} must be one of {', '.join(choices)}, or package.module.Class",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +303,7 @@ class LearnerConfig:
     max_policy_lag: int = 1000
     """Oldest experience trained on, in policy versions (optimizer steps), inclusive."""
     learner_threads: int = 0
-    """CPU threads of the learner; 0 leaves torch's setting."""
+    """CPU threads of the learner; 0 takes those that env workers and inference worker leave."""
 
     def __post_init__(self) -> None:
         _check(self.learning_rate >= 0, f"learning_rate={self.learning_rate} must not be negative")

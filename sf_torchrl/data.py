@@ -13,6 +13,7 @@ from torchrl.collectors import BaseCollector
 
 from sf_torchrl.collector import SharedMemoryCollector
 from sf_torchrl.config import CollectorConfig
+from sf_torchrl.envs.factory import with_arguments
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.envs.try_out import try_out
 
@@ -116,6 +117,9 @@ class RolloutDataModule(pl.LightningDataModule):
             return
         self._check_minibatches(module)
         store = getattr(self.collector, "weight_store", None)
+        config = getattr(self.collector, "config", None)
+        if isinstance(config, CollectorConfig):
+            module.num_env_workers = config.num_workers
         module.weight_store = _TorchRLWeights(self.collector) if store is None else store
 
     def _check_minibatches(self, module: Any) -> None:
@@ -197,10 +201,13 @@ class EnvDataModule(RolloutDataModule):
     """Rollouts of an environment through shared memory: the command line's data.
 
     Args:
-        env: gymnasium env id, or ``module:function`` where the function makes one env.
+        env: gymnasium env id, one of this package's (``doom_SCENARIO``, ``atari_GAME``,
+            ``memory_tmaze``), or ``module:function`` where the function makes one env.
+        env_kwargs: keyword arguments of the env, such as frame_skip.
         env_steps: env steps at which the run ends, those of resumed runs included.
         collector: how experience is gathered.
-        frame_skip: simulator frames in one env step; for reports alone.
+        frame_skip: simulator frames in one env step, for reports alone; None takes what the env
+            says of itself (``metadata["frame_skip"]``), or 1.
         batches_per_epoch: batches in one Lightning epoch; None makes the whole run one epoch.
 
     Raises:
@@ -212,18 +219,21 @@ class EnvDataModule(RolloutDataModule):
         env: str,
         env_steps: int = 1_000_000,
         collector: CollectorConfig = CollectorConfig(),  # noqa: B008 (frozen)
-        frame_skip: int = 1,
+        frame_skip: int | None = None,
         batches_per_epoch: int | None = None,
+        env_kwargs: dict[str, Any] | None = None,
     ) -> None:
         pl.LightningDataModule.__init__(self)
         if env_steps < 1:
             raise ValueError(f"env_steps={env_steps} must be at least 1")
         self._collector = None
-        self._set_up(batches_per_epoch, frame_skip)
-        self.env = env
+        self.env = with_arguments(env, env_kwargs or {})
         self.env_steps = env_steps
         self.config = collector
-        self.env_specs: EnvSpecs = try_out(env)
+        self.env_specs: EnvSpecs = try_out(self.env)
+        self._set_up(
+            batches_per_epoch, self.env_specs.frame_skip if frame_skip is None else frame_skip
+        )
 
     def setup(self, stage: str) -> None:
         """Make the collector, with the learner's policy; a new one for each ``fit``."""

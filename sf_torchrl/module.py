@@ -16,7 +16,12 @@ from torch import Tensor
 
 from sf_torchrl.algorithms.lag import is_fresh
 from sf_torchrl.algorithms.loss import APPOLoss
-from sf_torchrl.config import LearnerConfig, LossConfig, NetworkConfig
+from sf_torchrl.config import (
+    LearnerConfig,
+    LossConfig,
+    NetworkConfig,
+    inference_and_learner_threads,
+)
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.weights import WeightStore
 from sf_torchrl.models.actor_critic import ActorCritic
@@ -79,6 +84,8 @@ class APPOModule(pl.LightningModule):
         self.learner = learner
         self.weight_store: WeightStore | None = None
         """Where weights are published; None publishes nowhere."""
+        self.num_env_workers: int | None = None
+        """Processes that step envs on the same machine; None if unknown."""
         self.policy_version = 0
         """Optimizer steps so far, those of resumed runs included."""
         self.env_steps = 0
@@ -110,8 +117,11 @@ class APPOModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Set the number of threads and publish the weights the run begins with."""
-        if self.learner.learner_threads:
-            torch.set_num_threads(self.learner.learner_threads)
+        threads = self.learner.learner_threads
+        if not threads and self.num_env_workers is not None:
+            threads = inference_and_learner_threads(self.num_env_workers)[1]
+        if threads:
+            torch.set_num_threads(threads)
         if not self._resumed:
             self._minibatch_generator.manual_seed(torch.initial_seed() % 2**63)
         self.publish()
@@ -221,7 +231,7 @@ class APPOModule(pl.LightningModule):
         mask = self.loss.mask(batch)
         if mask is not None and not bool(mask.any()):
             return False
-        normalizer.update([batch.get(key) for key in self.policy.in_keys], mask)
+        normalizer.update([batch.get(key) for key in self.policy.observation_keys], mask)
         return True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

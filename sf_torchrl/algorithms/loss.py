@@ -12,6 +12,12 @@ from torchrl.objectives import LossModule
 
 from sf_torchrl.algorithms.advantages import gae, normalize_advantage
 from sf_torchrl.algorithms.distributions import ActionDistribution
+from sf_torchrl.algorithms.stretches import (
+    Stretches,
+    cut_into_stretches,
+    episode_begins,
+    known_state,
+)
 from sf_torchrl.algorithms.vtrace import bootstrap_positions, fill_next_value, vtrace
 from sf_torchrl.config import LossConfig
 
@@ -24,6 +30,16 @@ class ActorCriticLike(Protocol):
 
     def evaluate(self, observations: list[Tensor]) -> tuple[Tensor, Tensor]:
         """``[N, ...]`` observations -> ``[N, num_params]`` parameters and ``[N]`` values."""
+        ...
+
+
+class RecurrentActorCriticLike(ActorCriticLike, Protocol):
+    """A policy with a recurrent core, which ``ActorCritic`` may have."""
+
+    def evaluate_rollouts(
+        self, observations: list[Tensor], stretches: Stretches, following: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As ``evaluate``, with the core's state carried along; see ``ActorCriticNetwork``."""
         ...
 
 
@@ -69,6 +85,9 @@ class APPOLoss(LossModule):
         done: NestedKey = "done"
         terminated: NestedKey = "terminated"
         mask: NestedKey = "mask"
+        initial_state: NestedKey = ("collector", "initial_state")
+        recurrent_state: NestedKey = "recurrent_state"
+        is_init: NestedKey = "is_init"
         advantage: NestedKey = "advantage"
         value_target: NestedKey = "value_target"
 
@@ -110,14 +129,24 @@ class APPOLoss(LossModule):
     def in_keys(self) -> list[NestedKey]:
         """What is read from a batch."""
         keys = self.tensor_keys
-        observations = list(self._policy.in_keys)
+        observations = self._observation_keys
         return [
             *observations,
             keys.action,
             keys.action_log_prob,
             keys.state_value,
             *[_after(key) for key in (*observations, keys.reward, keys.done, keys.terminated)],
+            *([keys.initial_state] if self._recurrent else []),
         ]
+
+    @property
+    def _recurrent(self) -> bool:
+        return getattr(self.actor_critic, "state", None) is not None
+
+    @property
+    def _observation_keys(self) -> list[NestedKey]:
+        """What the policy reads of the env."""
+        return list(getattr(self.actor_critic, "observation_keys", self._policy.in_keys))
 
     @property
     def _policy(self) -> ActorCriticLike:
@@ -179,7 +208,16 @@ class APPOLoss(LossModule):
         if mask is None:
             return None
         mask = mask.reshape(batch.batch_size)
-        return None if bool(mask.all()) else mask
+        if bool(mask.all()):
+            return None
+        return known_state(mask, self._begins(batch, mask)) if self._recurrent else mask
+
+    def _begins(self, batch: TensorDictBase, mask: Tensor | None) -> Tensor:
+        """``[B, T]`` bool: an episode begins."""
+        is_init = batch.get(self.tensor_keys.is_init, None)
+        if is_init is not None:
+            is_init = is_init.reshape(batch.batch_size)
+        return episode_begins(is_init, self._flag(batch, self.tensor_keys.done), mask)
 
     def _evaluate(self, batch: TensorDictBase, mask: Tensor | None) -> _Pass:
         """Run the policy once over unmasked steps and the next observations that are needed."""
@@ -187,11 +225,14 @@ class APPOLoss(LossModule):
         done, terminated = self._flag(batch, keys.done), self._flag(batch, keys.terminated)
         needed = bootstrap_positions(done, terminated, mask)
         rows = []
-        for key in policy.in_keys:
+        for key in self._observation_keys:
             observation, following = batch.get(key), batch.get(_after(key))
             steps = observation.flatten(0, 1) if mask is None else observation[mask]
             rows.append(torch.cat([steps, following[needed]]))
-        params, value = policy.evaluate(rows)
+        if self._recurrent:
+            params, value = self._evaluate_rollouts(batch, rows, needed, mask)
+        else:
+            params, value = policy.evaluate(rows)
         count = len(steps)
         action = batch.get(keys.action)
         action = action.flatten(0, 1) if mask is None else action[mask]
@@ -206,6 +247,21 @@ class APPOLoss(LossModule):
                 step_value.detach(), value[count:].detach(), needed, terminated
             ),
         )
+
+    def _evaluate_rollouts(
+        self, batch: TensorDictBase, rows: list[Tensor], needed: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the core over every rollout, from the state in which it began."""
+        begins = self._begins(batch, mask)
+        stretches = cut_into_stretches(begins, mask)
+        state = batch.get(self.tensor_keys.initial_state, None)
+        if state is None:  # another collector's batch has the state before every step
+            state = batch.get(self.tensor_keys.recurrent_state)
+        state = torch.where(begins[:, :1], 0.0, state[:, 0])
+        # Each observation that is needed followed the end of a stretch.
+        ends = needed.flatten() if mask is None else needed[mask]
+        policy = cast(RecurrentActorCriticLike, self.actor_critic)
+        return policy.evaluate_rollouts(rows, stretches, stretches.of_row[ends], state)
 
     def _flag(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
         return batch.get(_after(key)).reshape(batch.batch_size)  # type: ignore[no-any-return]

@@ -34,7 +34,9 @@ class PostProcessor:
         if not self.track_policy_version:
             del batch["policy_version"]
         if not self.track_traj_ids:
-            del batch["collector"]
+            del batch["collector", "traj_ids"]
+            if batch.get("collector").is_empty():
+                del batch["collector"]
         if self.set_truncated:
             _set_truncated(batch)
         if self.storing_device is not None:

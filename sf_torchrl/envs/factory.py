@@ -16,8 +16,13 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from sf_torchrl.envs.spaces import EnvError
 
 EnvFactory = str | Callable[[], Any]
-"""A gymnasium env id, the name ``module:function`` of a function that makes one env, or a callable
-that makes one env a call: gymnasium's ``Env`` or ``VectorEnv``, or TorchRL's ``EnvBase``."""
+"""A gymnasium env id, one of this package's envs (``doom_basic``, ``atari_pong``, ``memory_tmaze``
+and their like), the name ``module:function`` of a function that makes one env, or a callable that
+makes one env a call: gymnasium's ``Env`` or ``VectorEnv``, or TorchRL's ``EnvBase``."""
+
+_FAMILIES = {"doom_": "sf_torchrl.envs.doom:DoomEnv", "atari_": "sf_torchrl.envs.atari:AtariEnv"}
+"""Envs of this package whose names end in the scenario or game, which is the first argument."""
+_OWN = {"memory_tmaze": "sf_torchrl.envs.tmaze:TMaze"}
 
 
 def env_name(create_env_fn: EnvFactory) -> str:
@@ -49,10 +54,7 @@ def make_env(create_env_fn: EnvFactory) -> Any:
         Exception: whatever the env's own constructor raises.
     """
     if isinstance(create_env_fn, str):
-        function = _function_named(create_env_fn)
-        if function is not None:
-            return make_env(function)
-        return _make_by_id(create_env_fn)
+        return _make_named(create_env_fn)
     env: Any = create_env_fn()
     if is_env(env):
         return env
@@ -62,6 +64,13 @@ def make_env(create_env_fn: EnvFactory) -> Any:
             "env; create_env_fn must make one env a call"
         )
     return env
+
+
+def _make_named(name: str, **kwargs: Any) -> Any:
+    function = _function_named(name)
+    return (
+        _make_by_id(name, **kwargs) if function is None else make_env(partial(function, **kwargs))
+    )
 
 
 def _make_by_id(name: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
@@ -96,10 +105,7 @@ def with_arguments(create_env_fn: EnvFactory, kwargs: Mapping[str, Any]) -> EnvF
     if not kwargs:
         return create_env_fn
     if isinstance(create_env_fn, str):
-        function = _function_named(create_env_fn)
-        if function is None:
-            return partial(_make_by_id, create_env_fn, **kwargs)
-        create_env_fn = function
+        return partial(_make_named, create_env_fn, **kwargs)
     return partial(create_env_fn, **kwargs)
 
 
@@ -133,9 +139,14 @@ def _make_limited(create_env_fn: EnvFactory, max_steps: int) -> Any:
     return env
 
 
-def _function_named(name: str) -> Callable[[], Any] | None:
-    """The function that ``module:function`` names; None where it is an env id."""
-    module_name, colon, attribute = name.partition(":")
+def _function_named(name: str) -> Callable[..., Any] | None:
+    """The function that a name stands for; None where it is an env id."""
+    for prefix, family in _FAMILIES.items():
+        if name.startswith(prefix):
+            function = _function_named(family)
+            assert function is not None
+            return partial(function, name.removeprefix(prefix))
+    module_name, colon, attribute = _OWN.get(name, name).partition(":")
     if not colon:
         return None
     try:

@@ -111,6 +111,8 @@ class EnvSpecs:
     """What a step earns."""
     done: tuple[Feature, ...] = tuple(Feature((key,), "bool", (1,)) for key in ENDS)
     """How a step ends an episode."""
+    frame_skip: int = 1
+    """Simulator frames in one env step, as ``metadata["frame_skip"]`` of a gymnasium env says."""
     torchrl_action_spec: Any = None
     """``full_action_spec`` of a TorchRL env."""
 

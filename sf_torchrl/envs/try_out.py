@@ -58,7 +58,7 @@ def try_out(create_env_fn: EnvFactory) -> EnvSpecs:
             return _try_vectorized(env, name)
         specs = read_specs(env.observation_space, env.action_space, name)
         _try_single(env, specs)
-        return specs
+        return replace(specs, frame_skip=int(env.metadata.get("frame_skip", 1)))
     finally:
         env.close()
 

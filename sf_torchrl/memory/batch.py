@@ -9,6 +9,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from sf_torchrl.memory.slab import (
+    AT_START,
+    CORE_STATE,
     DONE,
     ENDS,
     ENV,
@@ -31,12 +33,16 @@ class Episode:
     """Env steps."""
 
 
+INITIAL_STATE = ("collector", "initial_state")
+"""``[B, T, state_size]`` the recurrent state in which each rollout began, the same at each step."""
+
+
 @dataclass(frozen=True)
 class _Source:
     """One leaf of the slab, or part of it, and where it goes in the batch."""
 
     key: Key
-    rows: Tensor  # [slot, k, T, ...] view of the slab
+    rows: Tensor  # [slot, k, T, ...] view of the slab; [slot, k, ...] of a core state
 
     def empty(self, num_rollouts: int) -> Tensor:
         """Room for it in a new batch."""
@@ -70,6 +76,10 @@ class BatchAssembler:
         ]
         for group, given in ((REWARD, layout.reward), (DONE, layout.done)):
             self._sources += [_Source(("next", *f.key), views.get((group, *f.key))) for f in given]
+        self._states = [
+            _Source(INITIAL_STATE, views.get((CORE_STATE, *f.key))[:, :, AT_START])
+            for f in layout.core_state
+        ]
         self._next, self._final = [], []
         if not compact:
             self._next = [_Source(("next", *key), rows[:, :, 1:]) for key, rows in observed]
@@ -88,6 +98,7 @@ class BatchAssembler:
         self._filled = 0
         self._batch = [source.empty(self._num_rollouts) for source in self._sources]
         self._batch_next = [source.empty(self._num_rollouts) for source in self._next]
+        self._batch_states = [source.empty(self._num_rollouts) for source in self._states]
 
     @property
     def missing(self) -> int:
@@ -106,6 +117,8 @@ class BatchAssembler:
         for source, target in zip(self._sources, self._batch, strict=True):
             target[of_batch].copy_(source.rows[slot, of_slot])
         for source, target in zip(self._next, self._batch_next, strict=True):
+            target[of_batch].copy_(source.rows[slot, of_slot])
+        for source, target in zip(self._states, self._batch_states, strict=True):
             target[of_batch].copy_(source.rows[slot, of_slot])
         # What followed an episode's last step is not the next row, which a reset has overwritten.
         steps, rows = self._ended[slot, of_slot].T.nonzero()
@@ -130,6 +143,8 @@ class BatchAssembler:
             self._sources + self._next, self._batch + self._batch_next, strict=True
         ):
             batch.set(source.key, value)
+        for source, value in zip(self._states, self._batch_states, strict=True):
+            batch.set(source.key, value.unsqueeze(1).expand(-1, self._steps, -1))  # takes no memory
         if self._derive_done:
             following = batch.get("next")
             following.set("done", following.get("terminated") | following.get("truncated"))

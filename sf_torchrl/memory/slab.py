@@ -31,8 +31,12 @@ ENV = "env"
 POLICY = "policy"
 REWARD = "reward"
 DONE = "done"
+CORE_STATE = "core_state"
 WAITED = "waited_ns"
 MODE = "exploration_mode"
+
+AT_START, NOW = 0, 1
+"""Rows of a core state: in which the rollout began, and in which the next step finds it."""
 
 ENDS = ("terminated", "truncated")
 """The two ways in which an episode ends."""
@@ -87,6 +91,8 @@ class SlabLayout:
     observation: tuple[Feature, ...]
     """What holds before a step and after it: what the env observes, what is counted of the episode
     (``TRACKED``) and the policy's recurrent state."""
+    core_state: tuple[Feature, ...] = ()
+    """Recurrent state that is kept for every env, but stored where a rollout begins only."""
     policy: tuple[Feature, ...]
     """What the policy writes: the action and everything else it has out-keys for."""
     reward: tuple[Feature, ...] = (Feature(("reward",), "float32", (1,)),)
@@ -103,6 +109,9 @@ class SlabLayout:
         ]
         # Touched at episode ends only; untouched pages cost no memory.
         found += [Leaf((FINAL, *f.key), f.dtype, lead + f.shape) for f in self.observation]
+        found += [
+            Leaf((CORE_STATE, *f.key), f.dtype, (slots, k, 2, *f.shape)) for f in self.core_state
+        ]
         found += [Leaf((POLICY, *f.key), f.dtype, lead + f.shape) for f in self.policy]
         found += [Leaf((REWARD, *f.key), f.dtype, lead + f.shape) for f in self.reward]
         found += [Leaf((DONE, *f.key), f.dtype, lead + f.shape) for f in self.done]

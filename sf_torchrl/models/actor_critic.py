@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
+from torchrl.data import Unbounded
+from torchrl.envs import TensorDictPrimer
 
 from sf_torchrl.algorithms.distributions import ActionDistribution
+from sf_torchrl.algorithms.stretches import Stretches
 from sf_torchrl.config import NetworkConfig
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.envs.try_out import try_out
-from sf_torchrl.models.encoders import InputNormalizer
+from sf_torchrl.memory.slab import Feature
+from sf_torchrl.models.layers import InputNormalizer
 from sf_torchrl.models.network import ActorCriticNetwork
+
+STATE_KEY = "recurrent_state"
 
 
 class ActorCritic(TensorDictModuleBase):
@@ -27,15 +33,20 @@ class ActorCritic(TensorDictModuleBase):
     ``action``, ``action_log_prob`` ``[N]`` and ``state_value`` ``[N, 1]``. Samples the action, or
     takes the mode where tensordict's interaction type says so.
 
+    With a core (``config.core``) it also reads ``recurrent_state`` ``[N, state_size]`` and writes
+    ``("next", "recurrent_state")``, zeros at an episode's start; a TorchRL env gets the key from
+    :meth:`make_tensordict_primer`. The shared-memory collector keeps it, and hands over the state
+    in which each rollout began, as ``("collector", "initial_state")``.
+
     Args:
         specs: what the env observes and accepts; :meth:`for_env` reads them from an env.
         config: layers; Sample Factory's sizes by default.
-        torso: a network of your own in place of encoders and decoder: takes a list of float32
+        torso: a network of your own in place of encoders, core and decoder: takes a list of float32
             observations ``[N, *shape]``, one for each of ``in_keys``, and returns ``[N,
             num_outputs]`` features; its attribute ``num_outputs`` says how many.
 
     Raises:
-        ValueError: an observation that the network has no encoder for, or a torso without
+        ValueError: an encoder that does not fit its observation, or a torso without
             ``num_outputs``.
     """
 
@@ -51,8 +62,19 @@ class ActorCritic(TensorDictModuleBase):
         self.network = ActorCriticNetwork(specs, self.config, torso)
         self.params_key = "logits" if specs.action.kind == "discrete" else "action_params"
         self._inputs = specs.network_inputs
-        self.in_keys = [unravel_key(feature.key) for feature in self._inputs]
-        self.out_keys = [self.params_key, "action", "action_log_prob", "state_value"]
+        self.in_keys: list[NestedKey] = [unravel_key(feature.key) for feature in self._inputs]
+        self.out_keys: list[NestedKey] = [
+            self.params_key,
+            "action",
+            "action_log_prob",
+            "state_value",
+        ]
+        size = self.network.state_size
+        self.state = Feature((STATE_KEY,), "float32", (size,)) if size else None
+        """What it carries from step to step; None without a core."""
+        if self.state is not None:
+            self.in_keys.append(STATE_KEY)
+            self.out_keys.append(("next", STATE_KEY))
 
     @classmethod
     def for_env(cls, create_env_fn: EnvFactory, **layers: Any) -> ActorCritic:
@@ -74,19 +96,42 @@ class ActorCritic(TensorDictModuleBase):
         """The running statistics of observations."""
         return self.network.normalizer
 
+    @property
+    def observation_keys(self) -> list[NestedKey]:
+        """The in-keys that the env observes: all but the recurrent state."""
+        return [unravel_key(feature.key) for feature in self._inputs]
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        """The transform that gives a TorchRL env the recurrent state: zeros at each reset."""
+        shape = (0,) if self.state is None else self.state.shape
+        return TensorDictPrimer({STATE_KEY: Unbounded(shape=shape)}, expand_specs=True)
+
     def evaluate(self, observations: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Distribution parameters ``[N, num_params]`` and value ``[N]``, with gradient.
 
         Args:
-            observations: ``[N, *shape]`` for each of ``in_keys``, in their order.
+            observations: ``[N, *shape]`` for each of ``observation_keys``, in their order.
         """
         return self.network.evaluate(observations)
+
+    def evaluate_rollouts(
+        self,
+        observations: Sequence[Tensor],
+        stretches: Stretches,
+        following: Tensor,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`evaluate`, through the core: see ``ActorCriticNetwork.evaluate_rollouts``."""
+        return self.network.evaluate_rollouts(observations, stretches, following, state)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the out-keys into ``tensordict``, batch size ``[N]`` or any other."""
         lead = tensordict.batch_size
         rows = [tensordict.get(feature.key).reshape(-1, *feature.shape) for feature in self._inputs]
         sample = interaction_type() in (InteractionType.RANDOM, None)
-        for key, value in zip(self.out_keys, self.network.act(rows, sample), strict=True):
+        state = None
+        if self.state is not None:
+            state = tensordict.get(STATE_KEY).reshape(-1, *self.state.shape)
+        for key, value in zip(self.out_keys, self.network.act(rows, sample, state), strict=True):
             tensordict.set(key, value.view((*lead, *value.shape[1:])))
         return tensordict

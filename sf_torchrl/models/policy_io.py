@@ -39,6 +39,8 @@ class PolicyIO:
     """Recurrent state, and what a policy keeps to itself from step to step."""
     state_outputs: tuple[Key, ...] = ()
     """Where each state is written: ``("next", key)``, or its own key if that is private."""
+    core_state: tuple[Feature, ...] = ()
+    """Recurrent state of our own network: stored where rollouts begin only."""
 
 
 def _as_keys(keys: Iterable[Any]) -> list[Key]:
@@ -85,6 +87,8 @@ def read_policy_io(policy: nn.Module, specs: EnvSpecs, *, may_copy: bool = True)
         probe.train(was_training)
     outputs = tuple(_feature(key, answer.get(key), count) for key in out_keys)
     _check_action(answer, specs)
+    if type(policy) is ActorCritic:  # a subclass may read its state at any step
+        return PolicyIO(in_keys=tuple(in_keys), outputs=outputs, core_state=state)
     # Private keys stay in a policy's TensorDict from step to step, as an exploration noise's do.
     kept = [key for key in private if answer.get(key, None) is not None]
     return PolicyIO(

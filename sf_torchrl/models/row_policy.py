@@ -47,7 +47,8 @@ class NetworkPolicy(RowPolicy):
 
     def forward(self, observations: list[Tensor], count: int) -> Sequence[Tensor]:
         """See :class:`RowPolicy`."""
-        return self.network.act(observations, self.exploration == "random")
+        state = observations.pop() if self.network.state_size else None
+        return self.network.act(observations, self.exploration == "random", state)
 
 
 class Given:

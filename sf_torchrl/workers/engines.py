@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from sf_torchrl.config import CollectorConfig
+from sf_torchrl.config import CollectorConfig, inference_and_learner_threads
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.pipes import (
@@ -203,7 +203,8 @@ class ProcessEngine:
             weight_specs=parts.store.specs,
             server=parts.server,
             seed=parts.inference_seed,
-            num_threads=parts.config.inference_threads,
+            num_threads=parts.config.inference_threads
+            or inference_and_learner_threads(parts.config.num_workers)[0],
         )
 
     def next_full(self) -> int:

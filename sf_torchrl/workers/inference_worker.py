@@ -19,7 +19,17 @@ import numpy as np
 import torch
 
 from sf_torchrl.memory.pipes import Message, PipeClosedError, PipeReader, PipeWriter
-from sf_torchrl.memory.slab import ENV, MODE, OBSERVATION, POLICY, WAITED, Slab
+from sf_torchrl.memory.slab import (
+    AT_START,
+    CORE_STATE,
+    ENV,
+    MODE,
+    NOW,
+    OBSERVATION,
+    POLICY,
+    WAITED,
+    Slab,
+)
 from sf_torchrl.memory.weights import WeightStore
 from sf_torchrl.models.random_actions import random_actions
 from sf_torchrl.models.row_policy import EXPLORATION, RowPolicy
@@ -42,7 +52,13 @@ class PolicyServer:
     ) -> None:
         self._policy = policy
         self._store = store
-        self._inputs = [slab.numpy(OBSERVATION, *key) for key in config.in_keys]
+        states = [slab.numpy(CORE_STATE, *key) for key in config.core_state_keys]
+        self._inputs = [
+            slab.numpy(OBSERVATION, *key)
+            for key in config.in_keys
+            if key not in config.core_state_keys
+        ]
+        self._core_states = states
         # Leaf, and which step's row is written: a recurrent state holds before the next step.
         self._outputs = [(slab.numpy(POLICY, *key), 0) for key in config.out_keys]
         self._outputs += [(slab.numpy(OBSERVATION, *key), 1) for key in config.state_keys]
@@ -59,6 +75,7 @@ class PolicyServer:
         # Read first: a publication in between is then pulled at the next request.
         self._sequence = self._store.sequence
         self.version = self._store.pull(self._policy.weights)
+        torch.clear_autocast_cache()
 
     @torch.no_grad()
     def serve(self, requests: Sequence[Message]) -> None:
@@ -73,12 +90,14 @@ class PolicyServer:
             self._current_mode = int(self._mode[0])
             self._policy.exploration = EXPLORATION[self._current_mode]
         where = [(slot, t) for _, _, slot, t in requests]
-        gathered = [
-            torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
-            for leaf in self._inputs
-        ]
+        gathered = [_gather(leaf, where) for leaf in self._inputs]
+        if self._core_states:
+            now = [(slot, NOW if t else AT_START) for slot, t in where]
+            gathered += [_gather(leaf, now) for leaf in self._core_states]
         k = self._k
         answers = self._policy.forward(gathered, k * len(where))  # calling it costs 5 us more
+        if self._core_states:
+            answers = self._keep_states(answers, where)
         for answer, (leaf, later) in zip(answers, self._outputs, strict=True):
             rows = answer.numpy()
             for j, (slot, t) in enumerate(where):
@@ -87,6 +106,17 @@ class PolicyServer:
             self._version_leaf[slot, :, t] = self.version
         if self._random_steps_left > 0:
             self._act_randomly(where)
+
+    def _keep_states(
+        self, answers: Sequence[torch.Tensor], where: Sequence[tuple[int, int]]
+    ) -> Sequence[torch.Tensor]:
+        """Store the core states, which come last; returns the other answers."""
+        k, count = self._k, len(answers) - len(self._core_states)
+        for answer, leaf in zip(answers[count:], self._core_states, strict=True):
+            rows = answer.numpy()
+            for j, (slot, _) in enumerate(where):
+                leaf[slot, :, NOW] = rows[j * k : (j + 1) * k]
+        return answers[:count]
 
     def _act_randomly(self, where: Sequence[tuple[int, int]]) -> None:
         """Replace the actions: TorchRL's ``init_random_frames``."""
@@ -97,6 +127,11 @@ class PolicyServer:
             for j, (slot, t) in enumerate(where):
                 leaf[slot, :, t] = rows[j * self._k : (j + 1) * self._k]
         self._random_steps_left -= self._k * len(where)
+
+
+def _gather(leaf: np.ndarray[Any, Any], where: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Rows of all envs of the slots ``where`` says, at the steps it says."""
+    return torch.from_numpy(np.concatenate([leaf[slot, :, t] for slot, t in where]))
 
 
 def serve_forever(
@@ -140,6 +175,9 @@ def _main(config: InferenceWorkerConfig, fds: list[int]) -> None:
     sys.path[:] = config.import_path
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
+    # Inside an outermost autocast, which this counts as, weights in lower precision are kept from
+    # one forward pass to the next: casting them takes as long as 10 pictures. Pulls forget them.
+    torch.autocast_increment_nesting()
     slab = Slab(config.layout, slab_fd)
     policy = pickle.loads(config.policy)()
     store = WeightStore.attach(config.weight_specs, weights_fd)

@@ -70,6 +70,8 @@ class PolicyServerConfig:
     out_keys: tuple[Key, ...]
     state_keys: tuple[Key, ...]
     """Recurrent state, in the order in which the policy returns it, after the out-keys."""
+    core_state_keys: tuple[Key, ...]
+    """Recurrent state stored where rollouts begin only; returned last."""
     random_steps: int
     """Env steps for which actions are random at first."""
 

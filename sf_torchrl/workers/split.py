@@ -17,9 +17,12 @@ import numpy as np
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.slab import (
+    AT_START,
+    CORE_STATE,
     DONE,
     ENV,
     FINAL,
+    NOW,
     OBSERVATION,
     POLICY,
     REWARD,
@@ -40,6 +43,7 @@ class SlabViews:
         self.observation = [slab.numpy(OBSERVATION, *key) for key in self.keys]
         self.final = [slab.numpy(FINAL, *key) for key in self.keys]
         self.state = [_RowPair(slab, feature.key) for feature in state]
+        self.core_state = [slab.numpy(CORE_STATE, *f.key) for f in slab.layout.core_state]
         self.carried = [slab.numpy(OBSERVATION, *f.key) for f in slab.layout.observation]
         self.actions = [slab.numpy(POLICY, *feature.key) for feature in specs.actions]
         self.rewards = [slab.numpy(REWARD, *feature.key) for feature in specs.reward]
@@ -137,6 +141,8 @@ class EnvSplit(ABC):
         """First reset of every env; afterwards the split waits for its first actions."""
         views, slot = self._views, self.slot
         views.is_init.rows[slot, :, 0] = True
+        for core_state in views.core_state:
+            core_state[slot, :, AT_START] = 0
         self._reset_envs(slot)
         self._begin_rollout()
 
@@ -177,6 +183,8 @@ class EnvSplit(ABC):
         self._returns[i] = 0.0
         self._lengths[i] = 0
         self._traj_ids[i] += self._num_envs
+        for core_state in views.core_state:
+            core_state[slot, i, NOW] = 0
         for state in views.state:
             state.final[slot, i, t] = state.rows[slot, i, t + 1]
             state.rows[slot, i, t + 1] = self._first_state(state.key, i)
@@ -196,6 +204,8 @@ class EnvSplit(ABC):
         full, self.slot = self.slot, self._free.popleft()
         for leaf in self._views.carried:
             leaf[self.slot, :, 0] = leaf[full, :, self._rollout_length]
+        for core_state in self._views.core_state:
+            core_state[self.slot, :, AT_START] = core_state[full, :, NOW]
         self._begin_rollout()
         return True
 
