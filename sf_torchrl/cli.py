@@ -1,22 +1,20 @@
-"""The command line: ``sf-torchrl fit`` through ``LightningCLI``, and ``sf-torchrl evaluate``."""
+"""The command line: ``sf-torchrl fit`` through ``LightningCLI``, ``evaluate`` and ``play``."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
 import lightning.pytorch as pl
-import torch
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import (
     LightningArgumentParser,
@@ -29,12 +27,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from sf_torchrl.callbacks.checkpoints import LAST, EnvStepCheckpoint
 from sf_torchrl.callbacks.progress import EnvStepsProgressBar
 from sf_torchrl.callbacks.reports import StatsReporter
-from sf_torchrl.config import NetworkConfig
+from sf_torchrl.commands import CONFIG_FILE, UsageError, evaluate, play, read_checkpoint
 from sf_torchrl.data import EnvDataModule
 from sf_torchrl.envs.spaces import EnvError
-from sf_torchrl.envs.try_out import try_out
-from sf_torchrl.evaluation import evaluate_policy
-from sf_torchrl.models.actor_critic import ActorCritic
 from sf_torchrl.module import APPOModule
 from sf_torchrl.workers.supervisor import WorkerError
 
@@ -42,12 +37,6 @@ FAILURE = 1
 USAGE_ERROR = 2
 WORKER_FAILURE = 3
 TERMINATED = 143  # as a shell says of a process that SIGTERM ended
-
-CONFIG_FILE = "config.yaml"
-
-
-class UsageError(Exception):
-    """The user asked for something that cannot be: one line says what and what to do."""
 
 
 class _OneLineParser(LightningArgumentParser):
@@ -153,7 +142,7 @@ class SFCLI(LightningCLI):
             path = Path(directory) / LAST
         if not Path(path).is_file():
             raise UsageError(f"ckpt_path: there is no checkpoint {str(path)!r}")
-        _read_checkpoint(str(path))  # a foreign file is an error before anything starts
+        read_checkpoint(str(path))  # a foreign file is an error before anything starts
         config["ckpt_path"] = str(path)
 
 
@@ -188,108 +177,31 @@ def _fit(arguments: Sequence[str]) -> None:
         print(f"done; try: sf-torchrl evaluate --checkpoint {path}")
 
 
-def evaluate(
-    checkpoint: str,
-    episodes: int = 100,
-    deterministic: bool = True,
-    env: str | None = None,
-    seed: int = 0,
-    json: bool = False,
-) -> None:
-    """Run episodes of a trained policy and print what they came to.
-
-    Args:
-        checkpoint: a checkpoint that ``fit`` wrote.
-        episodes: how many episodes to run.
-        deterministic: take the most probable action; false samples, as in training.
-        env: env id or ``module:function``; by default that of ``config.yaml`` beside the
-            checkpoint's folder.
-        seed: seed of envs and sampling.
-        json: print one JSON object as the last line.
-    """
-    if not Path(checkpoint).is_file():
-        raise UsageError(f"there is no checkpoint {checkpoint!r}")
-    policy = load_policy(checkpoint, env_name := env or _trained_env(Path(checkpoint)))
-    result = evaluate_policy(
-        policy, env_name, episodes, deterministic=deterministic, seed=seed
-    ).summary()
-    if json:
-        print(_json_line(result))
-        return
-    how = "deterministic" if deterministic else "sampled"
-    print(f"{env_name}, {episodes} episodes, {how}")
-    for name in ("return", "length"):
-        print(
-            f"{name:>8}: mean {result[f'mean_{name}']:.2f}  std {result[f'std_{name}']:.2f}  "
-            f"min {result[f'min_{name}']:.2f}  max {result[f'max_{name}']:.2f}"
+def _run_function(function: Callable[..., None], summary: str, arguments: Sequence[str]) -> None:
+    parser = _OneLineParser(prog=f"sf-torchrl {function.__name__}", description=summary)
+    parser.add_function_arguments(function, skip={"json"})
+    if function is evaluate:
+        parser.add_argument(
+            "--json", action="store_true", help="Print one JSON object as the last line."
         )
-
-
-def _json_line(values: dict[str, float]) -> str:
-    return json.dumps(values)
-
-
-def _trained_env(checkpoint: Path) -> str:
-    for directory in (checkpoint.parent, checkpoint.parent.parent):
-        file = directory / CONFIG_FILE
-        if file.is_file():
-            return str(yaml.safe_load(file.read_text())["data"]["env"])
-    raise UsageError(
-        f"there is no {CONFIG_FILE} beside {str(checkpoint)!r} to name the env; give --env"
-    )
-
-
-def _read_checkpoint(checkpoint: str) -> tuple[NetworkConfig, dict[str, torch.Tensor]]:
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        return NetworkConfig(**saved["sf_torchrl"]["network"]), saved["state_dict"]
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(f"{checkpoint!r} is no checkpoint of sf-torchrl fit: {reason}") from error
-
-
-def load_policy(checkpoint: str, env: str) -> ActorCritic:
-    """The policy in a checkpoint, for an env.
-
-    Raises:
-        UsageError: the file is no checkpoint of ours, or the env does not fit it.
-    """
-    network, state = _read_checkpoint(checkpoint)
-    policy = ActorCritic(try_out(env), network)
-    prefix = "policy."
-    weights = {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }
-    try:
-        policy.load_state_dict(weights)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines()[1:]]
-        raise UsageError(f"{checkpoint!r} does not fit env {env!r}: {' '.join(lines)}") from error
-    return policy
-
-
-def _evaluate(arguments: Sequence[str]) -> None:
-    parser = _OneLineParser(
-        prog="sf-torchrl evaluate",
-        description="Run episodes of a trained policy.",
-    )
-    parser.add_function_arguments(evaluate, skip={"json"})
-    parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object as the last line."
-    )
     parsed = parser.parse_args(list(arguments[1:]))
-    evaluate(**parsed.as_dict())
+    function(**parsed.as_dict())
 
 
-_COMMANDS = {"fit": _fit, "evaluate": _evaluate}
-_HELP = """usage: sf-torchrl {fit,evaluate} [options]
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "fit": _fit,
+    "evaluate": partial(_run_function, evaluate, "Run episodes of a trained policy."),
+    "play": partial(_run_function, play, "Record a video of a trained policy."),
+}
+_HELP = """usage: sf-torchrl {fit,evaluate,play} [options]
 
 Train agents on one machine: Sample Factory's engine under PyTorch Lightning and TorchRL.
 
   fit       train from YAML and command line: sf-torchrl fit --config configs/cartpole.yaml
   evaluate  run a trained policy: sf-torchrl evaluate --checkpoint RUN/checkpoints/best.ckpt
+  play      record a video of it: sf-torchrl play --checkpoint RUN/checkpoints/best.ckpt
 
-sf-torchrl fit --help and sf-torchrl evaluate --help list every setting."""
+sf-torchrl COMMAND --help lists every setting."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -309,7 +221,7 @@ def run(arguments: Sequence[str]) -> int:
         if command not in _COMMANDS:
             close = difflib.get_close_matches(command, _COMMANDS, n=1, cutoff=0.3)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise UsageError(f"no command {command!r}: fit or evaluate{hint}")
+            raise UsageError(f"no command {command!r}: fit, evaluate or play{hint}")
         _COMMANDS[command](arguments)
     except SIGTERMException:
         return TERMINATED

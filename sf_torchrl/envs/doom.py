@@ -156,7 +156,9 @@ class DoomEnv(gymnasium.Env[Any, Any]):
             self._variables[:] = state.game_variables
 
     def _small_screen(self) -> Array:
-        return cv2.resize(self._screen, self._size, interpolation=cv2.INTER_NEAREST)
+        return cv2.resize(  # type: ignore[no-any-return]
+            self._screen, self._size, interpolation=cv2.INTER_NEAREST
+        )
 
     def _observation(self, screen: Array) -> Any:
         if not len(self._variables):
