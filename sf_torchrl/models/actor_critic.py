@@ -35,7 +35,7 @@ class ActorCritic(TensorDictModuleBase):
 
     With a core (``config.core``) it also reads ``recurrent_state`` ``[N, state_size]`` and writes
     ``("next", "recurrent_state")``, zeros at an episode's start; a TorchRL env gets the key from
-    :meth:`make_tensordict_primer`. The shared-memory collector keeps it, and hands over the state
+    ``make_tensordict_primer()``. The shared-memory collector keeps it, and hands over the state
     in which each rollout began, as ``("collector", "initial_state")``.
 
     Args:
@@ -75,6 +75,8 @@ class ActorCritic(TensorDictModuleBase):
         if self.state is not None:
             self.in_keys.append(STATE_KEY)
             self.out_keys.append(("next", STATE_KEY))
+            # TorchRL asks every policy that has this method.
+            self.make_tensordict_primer = self._primer
 
     @classmethod
     def for_env(cls, create_env_fn: EnvFactory, **layers: Any) -> ActorCritic:
@@ -101,10 +103,9 @@ class ActorCritic(TensorDictModuleBase):
         """The in-keys that the env observes: all but the recurrent state."""
         return [unravel_key(feature.key) for feature in self._inputs]
 
-    def make_tensordict_primer(self) -> TensorDictPrimer:
-        """The transform that gives a TorchRL env the recurrent state: zeros at each reset."""
-        shape = (0,) if self.state is None else self.state.shape
-        return TensorDictPrimer({STATE_KEY: Unbounded(shape=shape)}, expand_specs=True)
+    def _primer(self) -> TensorDictPrimer:
+        assert self.state is not None
+        return TensorDictPrimer({STATE_KEY: Unbounded(shape=self.state.shape)}, expand_specs=True)
 
     def evaluate(self, observations: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Distribution parameters ``[N, num_params]`` and value ``[N]``, with gradient.

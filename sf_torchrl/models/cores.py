@@ -27,7 +27,8 @@ class RecurrentCore(nn.Module):
         self.rnn: nn.GRU | nn.LSTM = kind(num_inputs, config.rnn_size, config.rnn_num_layers)
         self.num_outputs = config.rnn_size
         self._parts = 2 if config.core == "lstm" else 1
-        self.state_size = config.rnn_size * config.rnn_num_layers * self._parts
+        self._layers = config.rnn_num_layers * self._parts
+        self.state_size = config.rnn_size * self._layers
 
     def forward(self, features: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """One step of every row.
@@ -61,9 +62,8 @@ class RecurrentCore(nn.Module):
 
     def _to_torch(self, state: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """``[N, state_size]`` -> ``[layers, N, size]``, of an LSTM twice."""
-        layers: Tensor = (
-            state.reshape(len(state), -1, self.num_outputs).transpose(0, 1).contiguous()
-        )
+        layers = state.reshape(len(state), self._layers, self.num_outputs)
+        layers = layers.transpose(0, 1).contiguous()
         if self._parts == 1:
             return layers
         hidden, cell = layers.chunk(2)

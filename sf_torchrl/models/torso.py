@@ -74,5 +74,7 @@ class Torso(nn.Module):
         count = len(stretches.order)
         encoded = self.encoder(observations)
         outputs, after = self.core.run(encoded[:count], stretches, state)
-        later, _ = self.core(encoded[count:], after[following])
-        return self.decoder(torch.cat([outputs, later]))  # type: ignore[no-any-return]
+        if len(following):  # there is none where every rollout ended in a terminal state
+            later, _ = self.core(encoded[count:], after[following])
+            outputs = torch.cat([outputs, later])
+        return self.decoder(outputs)  # type: ignore[no-any-return]
