@@ -107,7 +107,10 @@ def record_video(
     Raises:
         ValueError: the env renders nothing, or the file cannot be written.
     """
-    probe = gymnasium_env(make_env(create_env_fn))
+    try:
+        probe = gymnasium_env(make_env(create_env_fn))
+    except TypeError as error:  # it knows no render_mode
+        raise ValueError(f"env {env_name(create_env_fn)!r} renders no pictures: {error}") from None
     metadata, mode = dict(probe.metadata), probe.render_mode
     probe.close()
     if mode != "rgb_array":

@@ -18,7 +18,7 @@ try:
     import ale_py.roms
     import cv2  # noqa: F401 (gymnasium's wrapper resizes with it)
 except ImportError as error:
-    raise EnvError(f"Atari needs an extra ({error}): pip install 'sf_torchrl[atari]'") from error
+    raise EnvError(f"Atari needs an extra ({error}): pip install 'sf_torchrl[atari]'") from None
 
 _FRAMES_PER_S = 60
 _MAX_FRAMES = 108_000

@@ -21,7 +21,7 @@ try:
     import cv2
     import vizdoom
 except ImportError as error:
-    raise EnvError(f"VizDoom needs an extra ({error}): pip install 'sf_torchrl[doom]'") from error
+    raise EnvError(f"VizDoom needs an extra ({error}): pip install 'sf_torchrl[doom]'") from None
 
 TICS_PER_S = 35
 """Doom's clock."""

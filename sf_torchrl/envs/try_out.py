@@ -50,7 +50,10 @@ def try_out(create_env_fn: EnvFactory) -> EnvSpecs:
     except EnvError:
         raise
     except Exception as error:
-        raise EnvError(f"making env {name!r} raised {type(error).__name__}: {error}") from error
+        message = f"making env {name!r} raised {type(error).__name__}: {error}"
+        if "unexpected keyword argument" in message:  # the user's; a traceback tells no more
+            raise EnvError(message) from None
+        raise EnvError(message) from error
     try:
         if is_torchrl(env):
             return _try_torchrl(env, name)
