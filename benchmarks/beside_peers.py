@@ -1,93 +1,23 @@
-"""CartPole beside its peers, taken turn by turn in one run, so that a slow minute hits everyone.
+"""A workload beside its peers, taken turn by turn in one run, so that a slow minute hits everyone.
 
-    python -m benchmarks.beside_peers --scripts DIR --repeat 3 --output benchmarks/results/NAME.md
+    python -m benchmarks.beside_peers --workload doom --scripts DIR --repeat 3 --output NAME.md
 
 DIR holds the peers' scripts (bench_sf.py, bench_torchrl.py, bench_sync_loop.py, bench_puffer.py,
 bench_sb3.py), each printing or logging one JSON line; BENCH_SF_PY, BENCH_PEERS_PY and
 BENCH_PUFFER_PY name the interpreters that have the peers, PUFFERLIB_SOURCE its built source. All
-get the same env, layers, batch of 2048 and one epoch. Peers whose interpreter is not named are
-left out.
+get the same env (of DIR's common.py, but for CartPole), layers, batch and one epoch. Peers whose
+interpreter is not named are left out.
 """
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
-
-COMMON = ["--workload", "cartpole"]
-
-
-@dataclass(frozen=True)
-class System:
-    """One system in one mode."""
-
-    name: str
-    mode: str
-    interpreter: str
-    script: str
-    flags: str
-
-    def available(self) -> bool:
-        return self.interpreter in os.environ
-
-    def measure(self, scripts: Path, seconds: float) -> dict[str, float]:
-        """One run; its JSON line."""
-        with tempfile.TemporaryDirectory() as directory:
-            log = Path(directory) / "log.jsonl"
-            command = [os.environ[self.interpreter], str(scripts / self.script), *COMMON]
-            command += [*self.flags.split(), "--seconds", str(seconds)]
-            environment = os.environ | {
-                "BENCH_LOG": str(log),
-                "BENCH_TRAIN_DIR": directory,
-                "OMP_NUM_THREADS": "1",
-            }
-            subprocess.run(
-                command,
-                cwd=directory,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=300,
-                check=False,
-            )
-            found = json.loads(log.read_text().splitlines()[-1])
-        return {
-            "env_steps_per_s": found["sps"],
-            "pss_mb": found.get("peak_pss_mb", float("nan")),
-            "first_batch_s": found.get("startup_s", float("nan")),
-        }
-
-
-@dataclass(frozen=True)
-class Ours:
-    """This package, through the harness."""
-
-    name: str
-    mode: str
-    collector: dict[str, int]
-
-    def available(self) -> bool:
-        return True
-
-    def measure(self, scripts: Path, seconds: float) -> dict[str, float]:
-        command = [sys.executable, "-m", "benchmarks.run_once", *COMMON, "--mode", self.mode]
-        command += ["--seconds", str(seconds), "--collector", json.dumps(self.collector)]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
-        )
-        return json.loads(done.stdout.splitlines()[-1])
-
+from benchmarks.systems import Ours, System, table, take
 
 SERIAL = {"num_workers": 0, "num_envs_per_worker": 64, "num_splits": 1}
-TRAIN = [
+CARTPOLE_TRAIN = [
     Ours("sf_torchrl", "train", {}),
     Ours("sf_torchrl, 64 envs a split", "train", {"num_envs_per_worker": 128}),
     Ours("sf_torchrl, num_workers 0", "train", SERIAL),
@@ -135,7 +65,7 @@ TRAIN = [
         "--envs 64 --rollout 32 --batch 2048 --threads 1 --warmup 1",
     ),
 ]
-SAMPLE = [
+CARTPOLE_SAMPLE = [
     Ours("sf_torchrl", "sample", {}),
     System(
         "synchronous loop",
@@ -153,56 +83,123 @@ SAMPLE = [
     ),
 ]
 
+FP32 = {"precision": "float32"}
+GRU = {"core": "gru"}
 
-def table(systems: list, runs: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: medians, spreads, and how many times faster the first system is."""
-    lines = [
-        "| system | env steps/s (median) | spread | first system beside it | MB (proportional) "
-        "| first batch s |",
-        "|---|---|---|---|---|---|",
+
+def _pixels(sf: str, loop: str, torchrl: str) -> list:
+    """Training systems of a pixel workload; the flags are those that suit each peer best."""
+    return [
+        Ours("sf_torchrl, bfloat16", "train", {}),
+        Ours("sf_torchrl, float32", "train", {}, FP32),
+        System("Sample Factory 2.1.1", "train", "BENCH_SF_PY", "bench_sf.py", f"{sf} --warmup 3"),
+        System(
+            "synchronous loop",
+            "train",
+            "BENCH_PEERS_PY",
+            "bench_sync_loop.py",
+            f"{loop} --threads 2 --warmup 3",
+            threads=2,
+        ),
+        System(
+            "TorchRL MultiAsyncCollector",
+            "train",
+            "BENCH_PEERS_PY",
+            "bench_torchrl.py",
+            f"--collector multi_async --workers 1 {torchrl} --threads 2 --warmup 3",
+            threads=2,
+        ),
     ]
-    best = statistics.median(run["env_steps_per_s"] for run in runs[systems[0].name])
-    for system in systems:
-        rates = [run["env_steps_per_s"] for run in runs[system.name]]
-        memory = statistics.median(run.get("pss_mb", float("nan")) for run in runs[system.name])
-        first = statistics.median(run.get("first_batch_s", 0.0) for run in runs[system.name])
-        median = statistics.median(rates)
-        lines.append(
-            f"| {system.name} | {median:,.0f} | {min(rates):,.0f} to {max(rates):,.0f} "
-            f"| {best / median:.2f} | {memory:.0f} | {first:.1f} |"
-        )
-    return "\n".join(lines)
 
 
-def take(systems: list, scripts: Path, seconds: float, repeat: int) -> dict:
-    """``repeat`` rounds, every system once a round."""
-    runs: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
-    for number in range(repeat):
-        for system in systems:
-            found = system.measure(scripts, seconds)
-            runs[system.name].append(found)
-            print(f"{number + 1}/{repeat} {system.name}: {found}", flush=True)
-    return runs
+DOOM_SF = "--workers 2 --envs 8 --splits 2"
+DOOM_GRU = [
+    Ours("sf_torchrl, GRU 512, bfloat16", "train", {}, GRU),
+    Ours("sf_torchrl, GRU 512, float32", "train", {}, GRU | FP32),
+    System(
+        "Sample Factory 2.1.1, GRU 512",
+        "train",
+        "BENCH_SF_PY",
+        "bench_sf.py",
+        f"{DOOM_SF} --rnn 1 --warmup 3",
+    ),
+]
+DOOM_SAMPLE = [
+    Ours("sf_torchrl, bfloat16", "sample", {}),
+    Ours("sf_torchrl, float32", "sample", {}, FP32),
+    System(
+        "Sample Factory 2.1.1",
+        "sample",
+        "BENCH_SF_PY",
+        "bench_sf.py",
+        f"--mode sample {DOOM_SF} --warmup 2",
+    ),
+    System(
+        "TorchRL MultiAsyncCollector",
+        "sample",
+        "BENCH_PEERS_PY",
+        "bench_torchrl.py",
+        "--mode sample --collector multi_async --workers 2 --envs 8 --warmup 2",
+    ),
+]
+TABLES = {
+    "cartpole": (
+        "CartPole-v1, MLP 2x64, batch 2048, rollout 32, one epoch",
+        {"Full training": CARTPOLE_TRAIN, "Sampling only": CARTPOLE_SAMPLE},
+    ),
+    "doom": (
+        "VizDoom basic, 3x72x128, frame skip 4, convnet_simple + 512, batch 1024, one epoch",
+        {
+            "Full training": _pixels(DOOM_SF, "--vec async --envs 8 --rollout 128", "--envs 8"),
+            "Full training with a GRU": DOOM_GRU,
+            "Sampling only": DOOM_SAMPLE,
+        },
+    ),
+    "atari": (
+        "Atari Breakout, 4x84x84, frame skip 4, Nature CNN + 512, batch 1024, one epoch",
+        {
+            "Full training": _pixels(
+                "--workers 2 --envs 20 --splits 2",
+                "--vec async --envs 16 --rollout 64",
+                "--envs 16",
+            )
+        },
+    ),
+    "synth": (
+        "No-op env, 4x84x84, Nature CNN + 512, batch 1024, one epoch",
+        {
+            "Full training": _pixels(
+                "--workers 2 --envs 20 --splits 2",
+                "--vec sync --envs 32 --rollout 32",
+                "--envs 32",
+            )
+        },
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=TABLES, default="cartpole")
     parser.add_argument("--scripts", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    title, tables = TABLES[arguments.workload]
     text = [
-        f"# CartPole-v1, MLP 2x64, batch 2048, rollout 32, one epoch: {time.strftime('%Y-%m-%d')}",
+        f"# {title}: {time.strftime('%Y-%m-%d')}",
         f"{machine.describe()}; load before: {machine.load():.1f}\n\nsf_torchrl: commit "
         f"{machine.commit()}, {machine.versions()}",
         f"Medians of {arguments.repeat} rounds of {arguments.seconds:.0f} s taken turn by turn. "
-        "Frames equal steps (no frame skip).",
+        "Env steps, not frames: multiply by the frame skip where there is one.",
     ]
-    for title, systems in (("Full training", TRAIN), ("Sampling only", SAMPLE)):
+    for name, systems in tables.items():
         present = [system for system in systems if system.available()]
-        runs = take(present, arguments.scripts, arguments.seconds, arguments.repeat)
-        text.append(f"## {title}\n\n{table(present, runs)}")
+        runs = take(
+            present, arguments.workload, arguments.scripts, arguments.seconds, arguments.repeat
+        )
+        text.append(f"## {name}\n\n{table(present, runs)}")
     result = "\n\n".join(text) + "\n"
     print(result)
     if arguments.output is not None:
