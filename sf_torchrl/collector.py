@@ -44,6 +44,7 @@ from sf_torchrl.models.given_policy import (
 )
 from sf_torchrl.models.policy_io import MadeInWorker, PolicyIO, as_row_policy, read_policy_io
 from sf_torchrl.models.row_policy import Given, RowPolicy
+from sf_torchrl.workers.staging import check_device
 from sf_torchrl.workers.supervisor import check_picklable
 
 RETURN_WINDOW = 100
@@ -91,7 +92,9 @@ class SharedMemoryCollector(RunningCollector):
         exploration_type: whether the policy samples (``RANDOM``, default) or takes the mode. Inside
             ``set_exploration_type`` that type holds for what is collected from then on.
         env_start_timeout_s: seconds within which the first rollouts must have come.
-        inference_threads: threads of the inference worker.
+        policy_device: device of the inference worker: ``cpu`` (default) or a GPU.
+        inference_threads: threads of the inference worker; 0 takes a quarter of the cores that env
+            workers leave.
         create_env_kwargs: keyword arguments of ``create_env_fn``; a list has one dict a worker.
         max_frames_per_traj: env steps after which an episode is truncated.
         init_random_frames: env steps with random actions at first; policy outputs other than the
@@ -140,6 +143,7 @@ class SharedMemoryCollector(RunningCollector):
         seed: int | None = None,
         exploration_type: InteractionType = InteractionType.RANDOM,
         env_start_timeout_s: float = CollectorConfig.env_start_timeout_s,
+        policy_device: torch.device | str | int | None = None,
         inference_threads: int = CollectorConfig.inference_threads,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         max_frames_per_traj: int | None = None,
@@ -180,6 +184,7 @@ class SharedMemoryCollector(RunningCollector):
             max_batches_in_flight=max_batches_in_flight,
             env_start_timeout_s=env_start_timeout_s,
             inference_threads=inference_threads,
+            policy_device=str(check_device("policy_device", policy_device)),
         )
         if total_frames == 0 or total_frames < -1:
             raise ValueError(f"total_frames={total_frames} must be positive, or -1 for no end")

@@ -36,6 +36,8 @@ class CollectorConfig:
     async_mode: bool = True
     """Collect while the learner learns. False waits for it: every step's policy_version is then
     the learner's (zero lag). Sample Factory's async_rl."""
+    policy_device: str = "cpu"
+    """Device of the inference worker: cpu, or cuda where there is one."""
     env_start_timeout_s: float = 120.0
     """Seconds within which every env must have been made and reset."""
     inference_threads: int = 0

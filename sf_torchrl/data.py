@@ -103,6 +103,7 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError(f"frame_skip={frame_skip} must be at least 1")
         self.batches_per_epoch = batches_per_epoch
         self.frame_skip = frame_skip
+        self._copy_stream: Any = None
 
     @property
     def collector(self) -> BaseCollector:
@@ -118,6 +119,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self._check_minibatches(module)
         store = getattr(self.collector, "weight_store", None)
         config = getattr(self.collector, "config", None)
+        if isinstance(self.collector, SharedMemoryCollector):
+            self.collector.pin_memory = self.trainer.strategy.root_device.type == "cuda"
         if isinstance(config, CollectorConfig):
             module.num_env_workers = config.num_workers
         module.weight_store = _TorchRLWeights(self.collector) if store is None else store
@@ -164,12 +167,25 @@ class RolloutDataModule(pl.LightningDataModule):
             self.trainer.should_stop = True
 
     def transfer_batch_to_device(
-        self, batch: TensorDictBase, device: Any, dataloader_idx: int
+        self, batch: TensorDictBase, device: torch.device, dataloader_idx: int
     ) -> TensorDictBase:
-        """Move a batch; on CPUs nothing is done, since the batch is the caller's own."""
-        if getattr(device, "type", None) == "cpu":
+        """Move a batch; on CPUs nothing is done, since the batch is the caller's own.
+
+        To a GPU on a stream of its own, so that the copy runs beside what the learner computes.
+        """
+        if device.type == "cpu":
             return batch
-        return batch.to(device, non_blocking=True)
+        if device.type != "cuda":
+            return batch.to(device)
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        now = torch.cuda.current_stream(device)
+        with torch.cuda.stream(self._copy_stream):
+            moved = batch.to(device, non_blocking=True)
+        now.wait_stream(self._copy_stream)
+        for value in moved.values(True, True):
+            value.record_stream(now)  # not to be reused while the learner reads it
+        return moved
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's counters, in plain values."""

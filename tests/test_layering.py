@@ -42,7 +42,7 @@ LAYERS = [  # a module may import only from lines above its own
     {"models.policy_io"},
     {"algorithms.loss"},
     {"memory.batch"},
-    {"workers.protocol"},
+    {"workers.protocol", "workers.staging"},
     {"workers.split", "workers.torchrl_stepper", "env_updates"},
     {"workers.episodes"},
     {"workers.raw_split", "workers.vector_split", "workers.torchrl_split"},

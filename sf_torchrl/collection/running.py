@@ -70,6 +70,8 @@ class RunningCollector(PublishingCollector):
         self._closed = self._begun = False
         self._unread: deque[tuple[int, int]] = deque()  # (slot, first rollout not yet copied)
         self._to_release: list[int] = []
+        self.pin_memory = False
+        """Page-locked batches, for a learner on a GPU; to be set before the first batch."""
         self._ignore_rb = False  # set by TorchRL while it assembles trajectories
 
     @abstractmethod
@@ -140,6 +142,7 @@ class RunningCollector(PublishingCollector):
                 out_keys=tuple(feature.key for feature in io.outputs),
                 state_keys=tuple(feature.key for feature in io.state),
                 core_state_keys=tuple(feature.key for feature in io.core_state),
+                device=config.policy_device,
                 random_steps=max(0, self.init_random_frames - self._frames),
             ),
             store=self.weight_store,
@@ -150,7 +153,9 @@ class RunningCollector(PublishingCollector):
         self._engine = engine
         # However the collector goes - collected, forgotten, interpreter exit - the workers end.
         self._finalizer = weakref.finalize(self, engine.stop)
-        self._assembler = BatchAssembler(self._slab, config.rollouts_per_batch, self.compact_obs)
+        self._assembler = BatchAssembler(
+            self._slab, config.rollouts_per_batch, self.compact_obs, self.pin_memory
+        )
         try:
             engine.start()
         except BaseException:

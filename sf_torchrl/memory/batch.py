@@ -44,9 +44,10 @@ class _Source:
     key: Key
     rows: Tensor  # [slot, k, T, ...] view of the slab; [slot, k, ...] of a core state
 
-    def empty(self, num_rollouts: int) -> Tensor:
+    def empty(self, num_rollouts: int, pin_memory: bool) -> Tensor:
         """Room for it in a new batch."""
-        return torch.empty((num_rollouts, *self.rows.shape[2:]), dtype=self.rows.dtype)
+        shape = (num_rollouts, *self.rows.shape[2:])
+        return torch.empty(shape, dtype=self.rows.dtype, pin_memory=pin_memory)
 
 
 class BatchAssembler:
@@ -58,9 +59,13 @@ class BatchAssembler:
         slab: where the slots are.
         num_rollouts: ``B``.
         compact: leave out what followed each step (``("next", observation)`` and the like).
+        pin_memory: page-locked batches, which a GPU can fetch by itself.
     """
 
-    def __init__(self, slab: Slab, num_rollouts: int, compact: bool = False) -> None:
+    def __init__(
+        self, slab: Slab, num_rollouts: int, compact: bool = False, pin_memory: bool = False
+    ) -> None:
+        self._pin_memory = pin_memory
         layout = slab.layout
         self._num_rollouts = num_rollouts
         self._steps = steps = layout.rollout_length
@@ -96,9 +101,12 @@ class BatchAssembler:
     def start(self) -> None:
         """Begin a new, empty batch."""
         self._filled = 0
-        self._batch = [source.empty(self._num_rollouts) for source in self._sources]
-        self._batch_next = [source.empty(self._num_rollouts) for source in self._next]
-        self._batch_states = [source.empty(self._num_rollouts) for source in self._states]
+        self._batch = self._room_for(self._sources)
+        self._batch_next = self._room_for(self._next)
+        self._batch_states = self._room_for(self._states)
+
+    def _room_for(self, sources: list[_Source]) -> list[Tensor]:
+        return [source.empty(self._num_rollouts, self._pin_memory) for source in sources]
 
     @property
     def missing(self) -> int:

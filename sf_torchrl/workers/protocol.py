@@ -72,6 +72,8 @@ class PolicyServerConfig:
     """Recurrent state, in the order in which the policy returns it, after the out-keys."""
     core_state_keys: tuple[Key, ...]
     """Recurrent state stored where rollouts begin only; returned last."""
+    device: str
+    """Where the policy runs."""
     random_steps: int
     """Env steps for which actions are random at first."""
 

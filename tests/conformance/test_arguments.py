@@ -35,7 +35,6 @@ ASKING_FOR_MORE = {
     "num_collectors": 2,
     "sync": True,
     "device": "cuda:0",
-    "policy_device": "cuda:0",
     "env_device": "cuda:0",
     "reset_at_each_iter": True,
     "return_same_td": True,
