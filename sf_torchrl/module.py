@@ -231,7 +231,7 @@ class APPOModule(pl.LightningModule):
         mask = self.loss.mask(batch)
         if mask is not None and not bool(mask.any()):
             return False
-        normalizer.update([batch.get(key) for key in self.policy.observation_keys], mask)
+        normalizer.update([batch.get(key) for key in self.loss.observation_keys], mask)
         return True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

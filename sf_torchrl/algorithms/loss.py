@@ -129,7 +129,7 @@ class APPOLoss(LossModule):
     def in_keys(self) -> list[NestedKey]:
         """What is read from a batch."""
         keys = self.tensor_keys
-        observations = self._observation_keys
+        observations = self.observation_keys
         return [
             *observations,
             keys.action,
@@ -144,7 +144,7 @@ class APPOLoss(LossModule):
         return getattr(self.actor_critic, "state", None) is not None
 
     @property
-    def _observation_keys(self) -> list[NestedKey]:
+    def observation_keys(self) -> list[NestedKey]:
         """What the policy reads of the env."""
         return list(getattr(self.actor_critic, "observation_keys", self._policy.in_keys))
 
@@ -225,7 +225,7 @@ class APPOLoss(LossModule):
         done, terminated = self._flag(batch, keys.done), self._flag(batch, keys.terminated)
         needed = bootstrap_positions(done, terminated, mask)
         rows = []
-        for key in self._observation_keys:
+        for key in self.observation_keys:
             observation, following = batch.get(key), batch.get(_after(key))
             steps = observation.flatten(0, 1) if mask is None else observation[mask]
             rows.append(torch.cat([steps, following[needed]]))

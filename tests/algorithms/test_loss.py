@@ -351,6 +351,14 @@ ACTOR_CRITICS = {
     "normalized": {"encoder_mlp_layers": (16,)},
     "plain": {"encoder_mlp_layers": (16,), "normalize_input": False},
     "two towers": {"encoder_mlp_layers": (16,), "actor_critic_share_weights": False},
+    "gru": {"encoder_mlp_layers": (16,), "core": "gru", "rnn_size": 8},
+    "lstm, two towers": {
+        "encoder_mlp_layers": (16,),
+        "core": "lstm",
+        "rnn_size": 8,
+        "rnn_num_layers": 2,
+        "actor_critic_share_weights": False,
+    },
 }
 
 
