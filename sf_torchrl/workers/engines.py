@@ -297,10 +297,11 @@ class SerialEngine:
         """Make and reset every env."""
         discard_spare_inference_worker()
         parts = self._parts
-        self._splits = make_splits(parts.env_worker_config(0), parts.slab)
-        self._server = PolicyServer(parts.make_policy(), parts.slab, parts.store, parts.server)
-        for split in self._splits:
-            split.reset()
+        with self._own_random_numbers():
+            self._splits = make_splits(parts.env_worker_config(0), parts.slab)
+            self._server = PolicyServer(parts.make_policy(), parts.slab, parts.store, parts.server)
+            for split in self._splits:
+                split.reset()
         self._waiting = list(range(len(self._splits)))
 
     def begin(self) -> None:
