@@ -55,13 +55,14 @@ def try_out(create_env_fn: EnvFactory) -> EnvSpecs:
             raise EnvError(message) from None
         raise EnvError(message) from error
     try:
-        if is_torchrl(env):
-            return _try_torchrl(env, name)
-        if isinstance(env, VectorEnv):
-            return _try_vectorized(env, name)
-        specs = read_specs(env.observation_space, env.action_space, name)
-        _try_single(env, specs)
-        return replace(specs, frame_skip=int(env.metadata.get("frame_skip", 1)))
+        stepped, specs = _read(env, name)
+        if specs.torchrl_action_spec is not None:
+            _try_torchrl(stepped, specs)
+        elif specs.path == "vectorized":
+            _try_vectorized(stepped, specs)
+        else:
+            _try_single(stepped, specs)
+        return specs
     finally:
         env.close()
 
@@ -81,6 +82,59 @@ def try_out_all(factories: Sequence[EnvFactory]) -> EnvSpecs:
                 f"{other.name!r} {_summary(other)}; all must observe and accept the same"
             )
     return first
+
+
+def make_alike(create_env_fn: EnvFactory, specs: EnvSpecs) -> Any:
+    """Make one more of the envs that were tried out, and return what is to be stepped of it.
+
+    Raises:
+        EnvError: it does not observe or accept what ``specs`` say; also as for
+            :func:`~sf_torchrl.envs.factory.make_env`.
+        UnsupportedSpaceError: one of its spaces is not supported.
+    """
+    name = env_name(create_env_fn)
+    env, made = _read(make_env(create_env_fn), name)
+    if replace(made, name=specs.name, torchrl_action_spec=specs.torchrl_action_spec) != specs:
+        raise EnvError(
+            f"envs differ between calls of {name!r}: the one tried out {_summary(specs)}, a later "
+            f"one {_summary(made)}; all must observe and accept the same"
+        )
+    return env
+
+
+def _read(env: Any, name: str) -> tuple[Any, EnvSpecs]:
+    """What is to be stepped of an env, and what that observes and accepts."""
+    if is_torchrl(env):
+        return _read_torchrl(env, name)
+    if not isinstance(env, VectorEnv):
+        specs = read_specs(env.observation_space, env.action_space, name)
+        return env, replace(specs, frame_skip=int(env.metadata.get("frame_skip", 1)))
+    count = VectorEnvAdapter(env, name).num_envs
+    specs = read_specs(env.single_observation_space, env.single_action_space, name)
+    return env, replace(specs, path="vectorized", envs_at_once=count)
+
+
+def _read_torchrl(env: Any, name: str) -> tuple[Any, EnvSpecs]:
+    from sf_torchrl.envs.torchrl_env import (
+        bare_gymnasium_env,
+        is_one_hot,
+        read_torchrl_specs,
+        without_counters,
+    )
+
+    env = without_counters(env)
+    inner = bare_gymnasium_env(env)
+    if inner is not None:
+        with contextlib.suppress(UnsupportedSpaceError):  # TorchRL may have a spec for it
+            specs = read_specs(inner.observation_space, inner.action_space, name)
+            if is_one_hot(env):
+                one_hot = replace(specs.action, one_hot=True)
+                (action,) = specs.actions
+                specs = replace(
+                    specs, action=one_hot, actions=(replace(action, shape=(one_hot.n,)),)
+                )
+            return inner, specs
+    return env, read_torchrl_specs(env, name)
 
 
 def _summary(specs: EnvSpecs) -> str:
@@ -114,52 +168,27 @@ def _try_single(env: gymnasium.Env[Any, Any], specs: EnvSpecs) -> None:
         raise EnvError(f"env {specs.name!r}: reward {result[1]!r} is not a number") from None
 
 
-def _try_vectorized(env: VectorEnv[Any, Any, Any], name: str) -> EnvSpecs:
-    adapter = VectorEnvAdapter(env, name)
+def _try_vectorized(env: VectorEnv[Any, Any, Any], specs: EnvSpecs) -> None:
+    adapter = VectorEnvAdapter(env, specs.name)
     count = adapter.num_envs
-    specs = read_specs(env.single_observation_space, env.single_action_space, name)
-    specs = replace(specs, path="vectorized", envs_at_once=count)
     env.single_action_space.seed(0)
-    with _blamed(name, "reset"):
+    with _blamed(specs.name, "reset"):
         observation = env.reset()[0]
     _check_observation(observation, specs, "reset", (count,))
     actions = np.stack([np.asarray(env.single_action_space.sample()) for _ in range(count)])
-    with _blamed(name, "step"):
+    with _blamed(specs.name, "step"):
         observation, *_ = adapter.step(actions)
     _check_observation(observation, specs, "step", (count,))
-    return specs
 
 
-def _try_torchrl(env: Any, name: str) -> EnvSpecs:
-    from sf_torchrl.envs.torchrl_env import (
-        bare_gymnasium_env,
-        is_one_hot,
-        read_torchrl_specs,
-        without_counters,
-    )
-
-    env = without_counters(env)
-    inner = bare_gymnasium_env(env)
-    if inner is not None:
-        with contextlib.suppress(UnsupportedSpaceError):  # TorchRL may have a spec for it
-            specs = read_specs(inner.observation_space, inner.action_space, name)
-            if is_one_hot(env):
-                one_hot = replace(specs.action, one_hot=True)
-                (action,) = specs.actions
-                specs = replace(
-                    specs, action=one_hot, actions=(replace(action, shape=(one_hot.n,)),)
-                )
-            _try_single(inner, specs)
-            return specs
-    specs = read_torchrl_specs(env, name)
-    with _blamed(name, "reset"):
+def _try_torchrl(env: Any, specs: EnvSpecs) -> None:
+    with _blamed(specs.name, "reset"):
         found = env.reset()
     _check_torchrl(found, specs.observation, specs, "reset")
-    with _blamed(name, "step"):
+    with _blamed(specs.name, "step"):
         found = env.rand_step(found).get("next")
     for features in (specs.observation, specs.reward, specs.done):
         _check_torchrl(found, features, specs, "step")
-    return specs
 
 
 def _check_torchrl(found: Any, features: Sequence[Any], specs: EnvSpecs, method: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from sf_torchrl.envs.factory import env_name, make_env
+from sf_torchrl.envs.factory import env_name
 from sf_torchrl.envs.spaces import pick
+from sf_torchrl.envs.try_out import make_alike
 from sf_torchrl.envs.vector import VectorEnvAdapter
 from sf_torchrl.workers.split import Array, EnvSplit, SplitParts
 
@@ -23,7 +24,10 @@ class VectorSplit(EnvSplit):
         self._single_key = not parts.specs.is_dict
         name = env_name(parts.create_env_fn)
         self._envs = [
-            (slice(first, first + n), VectorEnvAdapter(make_env(parts.create_env_fn), name))
+            (
+                slice(first, first + n),
+                VectorEnvAdapter(make_alike(parts.create_env_fn, parts.specs), name),
+            )
             for first in range(0, k, n)
         ]
         self._actions, self._reward = self._views.actions[0], self._views.rewards[0][..., 0]
