@@ -14,7 +14,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 
 from sf_torchrl.envs.factory import EnvFactory, env_name, gymnasium_env, make_env
-from sf_torchrl.envs.spaces import EnvSpecs, pick, read_specs
+from sf_torchrl.envs.spaces import EnvSpecs, number, pick, read_specs
 from sf_torchrl.memory.batch import Episode
 from sf_torchrl.memory.slab import Feature, Key
 from sf_torchrl.models.given_policy import zeros
@@ -62,7 +62,7 @@ class _Lane:
     def step(self, action: Any) -> Episode | None:
         """Step; the episode, if it ended."""
         self.observation, reward, terminated, truncated, _ = self.env.step(action)
-        self.episode_return += float(reward)
+        self.episode_return += number(reward)
         self.length += 1
         self._watch(self.env)
         if not (terminated or truncated):

@@ -208,6 +208,16 @@ def read_specs(
     )
 
 
+def number(reward: Any) -> float:
+    """A reward as a float: a number, or an array or tensor of any shape that holds one.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it is no number, or holds more than one.
+    """
+    holder = reward if hasattr(reward, "item") else np.asarray(reward)
+    return float(holder.item())
+
+
 def pick(observation: Any, key: Key) -> Any:
     """The part of a ``Dict`` observation that a key names."""
     for name in key:

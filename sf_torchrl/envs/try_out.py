@@ -19,6 +19,7 @@ from sf_torchrl.envs.spaces import (
     EnvError,
     EnvSpecs,
     UnsupportedSpaceError,
+    number,
     pick,
     read_specs,
 )
@@ -163,8 +164,8 @@ def _try_single(env: gymnasium.Env[Any, Any], specs: EnvSpecs) -> None:
         raise EnvError(f"env {specs.name!r} {_OLD_API}; its step returned {_outline(result)}")
     _check_observation(result[0], specs, "step", ())
     try:
-        float(result[1])
-    except (TypeError, ValueError):
+        number(result[1])
+    except (TypeError, ValueError, RuntimeError):
         raise EnvError(f"env {specs.name!r}: reward {result[1]!r} is not a number") from None
 
 

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 
 from sf_torchrl.env_updates import EnvUpdate
+from sf_torchrl.envs.spaces import number
 from sf_torchrl.memory.episodes import EpisodeBatch, StepType, info_column, stack_steps
 
 
@@ -127,7 +128,7 @@ class DefaultWorker:
             kind = StepType.TIMEOUT
         else:
             kind = StepType.FIRST if count == 1 else StepType.MID
-        self._steps.append((seen, chosen, float(reward), kind))
+        self._steps.append((seen, chosen, number(reward), kind))
         _note(self._env_infos, info, count)
         _note(self._agent_infos, told, count)
         return kind in (StepType.TERMINAL, StepType.TIMEOUT)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from sf_torchrl.envs.factory import gymnasium_env
-from sf_torchrl.envs.spaces import pick
+from sf_torchrl.envs.spaces import number, pick
 from sf_torchrl.envs.try_out import make_alike
 from sf_torchrl.workers.split import Array, EnvSplit, SplitParts
 
@@ -27,7 +29,8 @@ class RawSplit(EnvSplit):
         self._actions, self._reward = self._views.actions[0], self._views.rewards[0][..., 0]
         terminated, truncated = self._views.dones
         self._terminated, self._truncated = terminated[..., 0], truncated[..., 0]
-        self._rewards = [0.0] * len(parts.seeds)
+        self._rewards: list[Any] = [0.0] * len(parts.seeds)
+        self._earned = np.zeros(len(parts.seeds))
 
     def _reset_envs(self, slot: int) -> None:
         for i, (env, seed) in enumerate(zip(self._envs, self._seeds, strict=True)):
@@ -55,14 +58,19 @@ class RawSplit(EnvSplit):
                 self._terminated[slot, i, t] = terminated
                 self._truncated[slot, i, t] = truncated
                 self._write(self._views.final, slot, i, t, observation)
+                rewards[i] = number(rewards[i])  # the env may reuse its array in the reset
                 observation, _ = self._envs[i].reset()
                 ended.append(i)
             if next_rows is not None:
                 next_rows[i] = observation
             else:
                 self._write(observations, slot, i, t + 1, observation)
-        self._reward[slot, :, t] = rewards
-        return rewards, ended
+        try:
+            self._earned[:] = rewards
+        except (TypeError, ValueError, RuntimeError):  # what holds one number
+            self._earned[:] = [number(reward) for reward in rewards]
+        self._reward[slot, :, t] = self._earned
+        return self._earned, ended
 
     def close(self) -> None:
         """Close every env."""
