@@ -32,6 +32,10 @@ RESERVED_KEYS = frozenset(
 """Keys of a batch that an observation must not take."""
 
 
+DEFAULT_REWARD = (Feature(("reward",), "float32", (1,)),)
+"""What gymnasium's envs earn."""
+
+
 class EnvError(ValueError):
     """An env cannot be made or does not keep gymnasium's contract."""
 
@@ -107,7 +111,7 @@ class EnvSpecs:
     """The observation space is a ``Dict``."""
     actions: tuple[Feature, ...] = (Feature(("action",), "int64", ()),)
     """What the env takes; the policy must write each of these keys."""
-    reward: tuple[Feature, ...] = (Feature(("reward",), "float32", (1,)),)
+    reward: tuple[Feature, ...] = DEFAULT_REWARD
     """What a step earns."""
     done: tuple[Feature, ...] = tuple(Feature((key,), "bool", (1,)) for key in ENDS)
     """How a step ends an episode."""

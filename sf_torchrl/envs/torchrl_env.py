@@ -22,16 +22,19 @@ from torchrl.envs import (
     Transform,
     TransformedEnv,
 )
+from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 
 from sf_torchrl.envs.spaces import (
+    DEFAULT_REWARD,
     RESERVED_KEYS,
     ActionSpec,
     EnvError,
     EnvSpecs,
     UnsupportedSpaceError,
+    observation_features,
 )
 from sf_torchrl.envs.vector import check_autoreset
-from sf_torchrl.memory.slab import Feature, Key
+from sf_torchrl.memory.slab import ENDS, Feature, Key
 
 
 def bare_gymnasium_env(env: EnvBase) -> gymnasium.Env[Any, Any] | None:
@@ -47,8 +50,34 @@ def bare_gymnasium_env(env: EnvBase) -> gymnasium.Env[Any, Any] | None:
         and env.wrapper_frame_skip == 1
         and not env.from_pixels
         and not env.info_dict_reader
+        and env._convert_actions_to_numpy
+        and _has_specs_of(env, inner)
     )
     return cast("gymnasium.Env[Any, Any]", inner) if plain else None
+
+
+def _has_specs_of(env: EnvBase, inner: gymnasium.Env[Any, Any]) -> bool:
+    """Keys, dtypes and shapes are those of the spaces, and the action spec is made of its space.
+
+    TorchRL gives a number an axis, calls a sole ``state`` ``observation``; users replace specs.
+    """
+    try:
+        observed = observation_features(inner.observation_space)
+        told = _features(env.full_observation_spec, 0, "")
+    except UnsupportedSpaceError:
+        return True  # whoever steps it without its wrapper refuses it
+    ends = {Feature((key,), "bool", (1,)) for key in ("done", *ENDS)}
+    return (
+        set(told) == set(observed)
+        and set(_features(env.full_reward_spec, 0, "")) == set(DEFAULT_REWARD)
+        and set(_features(env.full_done_spec, 0, "")) == ends
+        and env.action_spec
+        == _gym_to_torchrl_spec_transform(
+            inner.action_space,
+            device=env.device,
+            categorical_action_encoding=env._categorical_action_encoding,
+        )
+    )
 
 
 def without_counters(env: EnvBase) -> EnvBase:
