@@ -21,7 +21,8 @@ class Stepper:
     def __init__(self, env: EnvBase) -> None:
         self.env = env
         self._done_keys = ["done"] if "done" in env.done_keys else list(env.done_keys)
-        self._may_skip = _steps_as_usual(env)
+        self._resets_as_usual = _resets_as_usual(env)
+        self._may_skip = self._resets_as_usual and _steps_as_usual(env)
         self._is_checked = False
         self._advance: Callable[[TensorDictBase], TensorDictBase] = env._step
 
@@ -29,15 +30,30 @@ class Stepper:
         """What a step gave, and what the next one begins with: the same object until a reset."""
         env = self.env
         if not self._may_skip:
-            stepped, following = env.step_and_maybe_reset(current)
-            return stepped.get("next"), following
+            return self._step_whole(current)
         after = self._advance(current)
         if not self._is_checked:
             self._check(current, after)
         elif not any(after.get(key).item() for key in self._done_keys):
             return after, after
+        after = after.clone()  # the env may reuse its memory in the reset
         current.set("next", after)
         return after, env.maybe_reset(env._step_mdp(current))
+
+    def _step_whole(self, current: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """``step_and_maybe_reset``, with a copy of what followed the step before a reset."""
+        env = self.env
+        if not self._resets_as_usual:
+            stepped, following = env.step_and_maybe_reset(current)
+            return stepped.get("next"), following
+        stepped = env.step(current)
+        following = env._step_mdp(stepped)
+        if env._post_step_mdp_hooks is not None:
+            stepped, following = env._post_step_mdp_hooks(stepped, following)
+        after = stepped.get("next")
+        if any(after.get(key).any() for key in env.done_keys):
+            after = after.clone()
+        return after, env.maybe_reset(following)
 
     def _check(self, current: TensorDictBase, after: TensorDictBase) -> None:
         """After the first step: whether the others may be taken the short way."""
@@ -75,16 +91,23 @@ def _transforms(env: EnvBase) -> Iterator[Transform]:
         yield from whole.transforms if isinstance(whole, Compose) else [whole]
 
 
-def _steps_as_usual(env: EnvBase) -> bool:
-    """Nothing of its own around ``_step``, and all of it ends at once."""
+def _resets_as_usual(env: EnvBase) -> bool:
+    """A step, what hooks make of it, and a reset where it ends: nothing else."""
     kind, own = type(env), vars(env)
     return (
-        not env.batch_size
-        and kind.step is EnvBase.step
-        and kind.step_and_maybe_reset is EnvBase.step_and_maybe_reset
+        kind.step_and_maybe_reset is EnvBase.step_and_maybe_reset
+        and kind._step_and_maybe_reset is EnvBase._step_and_maybe_reset
         and kind.maybe_reset is EnvBase.maybe_reset
         and not own.get("_compiled_step_and_maybe_reset")
         and not own.get("_torchrl_native_autoreset")
+    )
+
+
+def _steps_as_usual(env: EnvBase) -> bool:
+    """Nothing of its own around ``_step``, and all of it ends at once."""
+    return (
+        not env.batch_size
+        and type(env).step is EnvBase.step
         and not _has_hooks(env)
         and all(spec.shape.numel() == 1 for spec in env.full_done_spec.values(True, True))
         and len(env.done_keys_groups) == 1
