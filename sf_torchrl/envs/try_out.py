@@ -6,7 +6,7 @@ Free of torch unless the env is TorchRL's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from sf_torchrl.envs.spaces import (
     read_specs,
 )
 from sf_torchrl.envs.vector import VectorEnvAdapter
-from sf_torchrl.memory.slab import Feature
+from sf_torchrl.memory.slab import Feature, Key
 
 _OLD_API = (
     "uses the Gym API from before 0.26; gymnasium's reset returns (observation, info) and its step "
@@ -85,8 +85,13 @@ def try_out_all(factories: Sequence[EnvFactory]) -> EnvSpecs:
     return first
 
 
-def make_alike(create_env_fn: EnvFactory, specs: EnvSpecs) -> Any:
+def make_alike(create_env_fn: EnvFactory, specs: EnvSpecs, states: Collection[Key] = ()) -> Any:
     """Make one more of the envs that were tried out, and return what is to be stepped of it.
+
+    Args:
+        create_env_fn: makes it.
+        specs: of the one tried out, without ``states``.
+        states: what the env has for the policy to carry, as TorchRL's primers do.
 
     Raises:
         EnvError: it does not observe or accept what ``specs`` say; also as for
@@ -95,6 +100,7 @@ def make_alike(create_env_fn: EnvFactory, specs: EnvSpecs) -> Any:
     """
     name = env_name(create_env_fn)
     env, made = _read(make_env(create_env_fn), name)
+    made = replace(made, observation=tuple(f for f in made.observation if f.key not in states))
     if replace(made, name=specs.name, torchrl_action_spec=specs.torchrl_action_spec) != specs:
         raise EnvError(
             f"envs differ between calls of {name!r}: the one tried out {_summary(specs)}, a later "

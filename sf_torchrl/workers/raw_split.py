@@ -9,7 +9,6 @@ import numpy as np
 
 from sf_torchrl.envs.factory import gymnasium_env
 from sf_torchrl.envs.spaces import number, pick
-from sf_torchrl.envs.try_out import make_alike
 from sf_torchrl.workers.split import Array, EnvSplit, SplitParts
 
 
@@ -20,9 +19,7 @@ class RawSplit(EnvSplit):
         super().__init__(parts)
         self._to_env = parts.specs.action.adapter()
         self._single_key = not parts.specs.is_dict
-        self._envs = [
-            gymnasium_env(make_alike(parts.create_env_fn, parts.specs)) for _ in parts.seeds
-        ]
+        self._envs = [gymnasium_env(self._make_env(parts)) for _ in parts.seeds]
         self._step_functions: list[Callable[[Any], tuple[Any, Any, Any, Any, Any]]] = [
             env.step for env in self._envs
         ]

@@ -16,6 +16,7 @@ import numpy as np
 
 from sf_torchrl.envs.factory import EnvFactory
 from sf_torchrl.envs.spaces import EnvSpecs
+from sf_torchrl.envs.try_out import make_alike
 from sf_torchrl.memory.slab import (
     AT_START,
     CORE_STATE,
@@ -117,6 +118,11 @@ class EnvSplit(ABC):
         self._lengths = np.zeros(k, np.int64)
         self.slot = self._free.popleft()
         self.step_index = 0
+
+    def _make_env(self, parts: SplitParts) -> Any:
+        """One more env, which must be like the one tried out."""
+        states = [state.key for state in parts.views.state]
+        return make_alike(parts.create_env_fn, parts.specs, states)
 
     @abstractmethod
     def _reset_envs(self, slot: int) -> None:

@@ -13,7 +13,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from sf_torchrl.envs.torchrl_env import first_reset
-from sf_torchrl.envs.try_out import make_alike
 from sf_torchrl.memory.slab import Feature, Key
 from sf_torchrl.workers.split import Array, EnvSplit, SplitParts
 from sf_torchrl.workers.torchrl_stepper import Stepper
@@ -30,7 +29,7 @@ class TorchRLSplit(EnvSplit):
         self._k = k = len(parts.seeds)
         self._n = n = specs.envs_at_once
         self._is_batched = specs.path == "vectorized"
-        self._envs = [Stepper(make_alike(parts.create_env_fn, specs)) for _ in range(k // n)]
+        self._envs = [Stepper(self._make_env(parts)) for _ in range(k // n)]
         self._current: list[TensorDictBase] = []
         self._observation = _with_keys(specs.observation, views.observation)
         self._final = _with_keys(specs.observation, views.final)

@@ -9,7 +9,6 @@ import numpy as np
 
 from sf_torchrl.envs.factory import env_name
 from sf_torchrl.envs.spaces import pick
-from sf_torchrl.envs.try_out import make_alike
 from sf_torchrl.envs.vector import VectorEnvAdapter
 from sf_torchrl.workers.split import Array, EnvSplit, SplitParts
 
@@ -24,10 +23,7 @@ class VectorSplit(EnvSplit):
         self._single_key = not parts.specs.is_dict
         name = env_name(parts.create_env_fn)
         self._envs = [
-            (
-                slice(first, first + n),
-                VectorEnvAdapter(make_alike(parts.create_env_fn, parts.specs), name),
-            )
+            (slice(first, first + n), VectorEnvAdapter(self._make_env(parts), name))
             for first in range(0, k, n)
         ]
         self._actions, self._reward = self._views.actions[0], self._views.rewards[0][..., 0]
