@@ -13,6 +13,7 @@ from torchrl.envs import (
     Compose,
     GymWrapper,
     InitTracker,
+    ParallelEnv,
     RewardScaling,
     RewardSum,
     SerialEnv,
@@ -174,6 +175,7 @@ VECTORIZED = {
         sync(AutoresetMode.DISABLED), categorical_action_encoding=True
     ),
     "SerialEnv": lambda: SerialEnv(3, partial(wrapped, telling)),
+    "ParallelEnv": lambda: ParallelEnv(3, partial(wrapped, telling), mp_start_method="fork"),
     "SerialEnv with counters": lambda: SerialEnv(3, partial(counted, telling)),
 }
 
