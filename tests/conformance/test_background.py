@@ -1,13 +1,17 @@
 """Collecting in the background: ``start``, ``pause``, ``getattr_rb``, ``async_shutdown``."""
 
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from family import Family
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import EnvThatErrorsAfter10Iters
+
+from sf_torchrl import SharedMemoryCollector
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -32,40 +36,97 @@ def wait_until(condition, seconds=30):
         time.sleep(0.01)
 
 
-def test_start_fills_the_buffer_while_the_caller_does_something_else(make_collector):
-    """TorchRL: test_start_single, test_start_multi, test_start_update_policy."""
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer)
-    collector.start()
-    wait_until(lambda: collector.getattr_rb("write_count") >= 100)
-    assert collector.is_running()
-    collector.increment_version()
-    count = buffer.write_count
-    wait_until(lambda: buffer.write_count >= count + 200)
-    assert buffer[:]["policy_version"].max() == 1
-    assert buffer.sample().shape == (8,)
-    collector.async_shutdown()
-    assert not collector.is_running()
-    count = buffer.write_count
-    time.sleep(0.1)
-    assert buffer.write_count == count
+class Still(torch.nn.Linear):
+    """Pushes Pendulum as its bias says."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
 
 
-def test_the_background_ends_with_total_frames(make_collector):
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, total_frames=80)
-    collector.start()
-    wait_until(lambda: not collector.is_running())
+@contextmanager
+def pendulum(**options):
+    """A collector that fills a buffer in the background, with its buffer."""
+    policy = TensorDictModule(Still(), ["observation"], ["action"])
+    with Family().adopting() as family:
+        buffer = buffer_of()
+        collector = SharedMemoryCollector(
+            "Pendulum-v1",
+            policy,
+            replay_buffer=buffer,
+            num_workers=1,
+            num_envs_per_worker=2,
+            num_splits=1,
+            rollout_length=5,
+            frames_per_batch=20,
+            seed=1,
+            **options,
+        )
+        try:
+            yield collector, buffer
+        finally:
+            collector.shutdown()
+    family.assert_gone()
+
+
+# -- a run that has come to its end --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """80 frames, the first 40 random, with a hook that pauses at every batch."""
+    with pendulum(init_random_frames=40, total_frames=80) as (collector, buffer):
+
+        def hook(batch):
+            with collector.pause():
+                collector.increment_version()
+
+        collector.set_post_collect_hook(hook)
+        collector.start()
+        wait_until(lambda: not collector.is_running())
+        yield collector, buffer
+
+
+def test_the_background_ends_with_total_frames(ended):
+    collector, _ = ended
     assert collector.getattr_rb("write_count") == 80
 
 
-def test_nothing_is_written_inside_a_pause(make_collector):
+def test_a_hook_of_the_background_may_pause_it(ended):
+    collector, _ = ended
+    assert collector.policy_version == 4
+
+
+def test_random_frames_come_first_in_the_background_too(ended):
+    """TorchRL: TestInitRandomFramesWithStart."""
+    _, buffer = ended
+    assert (buffer[:40]["action"] != 0).all()
+    assert (buffer[40:80]["action"] == 0).all()
+
+
+# -- a run without end ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running():
+    """Goes on from test to test."""
+    with pendulum() as (collector, buffer):
+        collector.start()
+        yield collector, buffer
+
+
+def test_start_fills_the_buffer_while_the_caller_does_something_else(running):
+    """TorchRL: test_start_single, test_start_multi."""
+    collector, buffer = running
+    wait_until(lambda: collector.getattr_rb("write_count") >= 100)
+    assert collector.is_running()
+    assert buffer.sample().shape == (8,)
+
+
+def test_nothing_is_written_inside_a_pause(running):
     """TorchRL: test_pause."""
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer)
-    with collector.pause():
-        pass  # not started: nothing to wait for
-    collector.start()
+    collector, buffer = running
     wait_until(lambda: buffer.write_count > 0)
     for _ in range(3):
         with collector.pause():
@@ -73,6 +134,41 @@ def test_nothing_is_written_inside_a_pause(make_collector):
             time.sleep(0.1)
             assert buffer.write_count == count
         wait_until(lambda: buffer.write_count > count)  # noqa: B023 (called at once)
+
+
+def test_weights_are_renewed_in_the_background(running):
+    """TorchRL: test_start_update_policy."""
+    collector, buffer = running
+    wait_until(lambda: buffer.write_count > 0)
+    version = collector.policy_version
+    with torch.no_grad():
+        collector.policy.module.bias.fill_(0.5)
+    collector.update_policy_weights_(collector.policy)
+    wait_until(lambda: (buffer[:]["policy_version"] > version).any())
+    with collector.pause():
+        steps = buffer[:]
+    renewed = steps["policy_version"] > version
+    assert (steps["action"][renewed] == 0.5).all()
+    assert (steps["action"][~renewed] == 0).all()
+
+
+def test_a_version_is_raised_in_the_background(running):
+    """TorchRL: test_start_update_policy."""
+    collector, buffer = running
+    version = collector.policy_version + 1
+    collector.increment_version()
+    wait_until(lambda: buffer[:]["policy_version"].max() == version)
+
+
+def test_nobody_iterates_beside_the_background(running):
+    """Both would take each other's rollouts."""
+    collector, _ = running
+    with pytest.raises(RuntimeError, match="start"):
+        next(iter(collector))
+    assert collector.is_running()
+
+
+# -- beginning and ending ------------------------------------------------------------------------
 
 
 def test_what_goes_wrong_in_the_background_is_raised_where_one_looks(make_collector):
@@ -87,81 +183,13 @@ def test_what_goes_wrong_in_the_background_is_raised_where_one_looks(make_collec
     collector.shutdown()
 
 
-def test_without_a_buffer_start_only_starts_the_workers(make_collector):
-    collector = make_collector("CartPole-v1")
-    collector.start()
-    assert not collector.is_running()
-    assert next(iter(collector)).batch_size == (4, 5)
-
-
-@pytest.mark.multiprocess
 def test_a_collector_that_fills_a_buffer_can_be_forgotten(make_collector, family):
     """The interpreter's end, with the thread running, leaves nobody behind: see the fixture."""
     buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, num_workers=1)
+    collector = make_collector("CartPole-v1", replay_buffer=buffer)
     collector.start()
     wait_until(lambda: buffer.write_count > 0)
     assert family.members()
-
-
-def test_a_hook_of_the_background_may_pause_it(make_collector):
-    buffer = buffer_of()
-    collector = make_collector("CartPole-v1", replay_buffer=buffer, total_frames=60)
-
-    def hook(batch):
-        with collector.pause():
-            collector.increment_version()
-
-    collector.set_post_collect_hook(hook)
-    collector.start()
-    wait_until(lambda: not collector.is_running())
-    assert collector.getattr_rb("write_count") == 60
-    assert collector.policy_version == 3
-
-
-def test_random_frames_come_first_in_the_background_too(make_collector):
-    """TorchRL: TestInitRandomFramesWithStart."""
-
-    def still(observation):
-        return torch.zeros(observation.shape[0], 1)
-
-    buffer = buffer_of()
-    collector = make_collector(
-        "Pendulum-v1", still, replay_buffer=buffer, init_random_frames=40, total_frames=80
-    )
-    collector.start()
-    wait_until(lambda: not collector.is_running())
-    assert (buffer[:40]["action"] != 0).all()
-    assert (buffer[40:80]["action"] == 0).all()
-
-
-def test_weights_are_renewed_in_the_background(make_collector):
-    """TorchRL: test_start_update_policy."""
-    buffer, net = buffer_of(), torch.nn.Linear(3, 1)
-    torch.nn.init.zeros_(net.weight)
-    torch.nn.init.zeros_(net.bias)
-    policy = TensorDictModule(net, ["observation"], ["action"])
-    collector = make_collector("Pendulum-v1", policy, replay_buffer=buffer)
-    collector.start()
-    wait_until(lambda: buffer.write_count > 0)
-    with torch.no_grad():
-        net.bias.fill_(0.5)
-    collector.update_policy_weights_(policy)
-    wait_until(lambda: (buffer[:]["policy_version"] == 1).any())
-    with collector.pause():
-        steps = buffer[:]
-    renewed = steps["policy_version"] == 1
-    assert (steps["action"][renewed] == 0.5).all()
-    assert (steps["action"][~renewed] == 0).all()
-
-
-def test_nobody_iterates_beside_the_background(make_collector):
-    """Both would take each other's rollouts."""
-    collector = make_collector("CartPole-v1", replay_buffer=buffer_of())
-    collector.start()
-    with pytest.raises(RuntimeError, match="start"):
-        next(iter(collector))
-    assert collector.is_running()
 
 
 def test_the_background_is_started_once_and_ended_as_often_as_one_likes(make_collector):
@@ -172,6 +200,10 @@ def test_the_background_is_started_once_and_ended_as_often_as_one_likes(make_col
     collector.start()
     wait_until(lambda: buffer.write_count > 0)
     collector.async_shutdown(timeout=30)
+    assert not collector.is_running()
+    count = buffer.write_count
+    time.sleep(0.1)
+    assert buffer.write_count == count
     collector.async_shutdown()
     collector.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):

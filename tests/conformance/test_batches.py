@@ -4,6 +4,7 @@ import json
 import os
 from functools import partial
 
+import envs
 import pytest
 import torch
 from tensordict import TensorDict
@@ -180,10 +181,9 @@ def torch_sequential(*modules):
     return TensorDictSequential(*modules)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_an_env_that_errors_ends_the_iteration_with_its_error(make_collector, num_workers):
-    """TorchRL: test_env_that_errors."""
-    collector = make_collector(EnvThatErrorsAfter10Iters, num_workers=num_workers)
+def test_an_env_that_errors_ends_the_iteration_with_its_error(make_collector):
+    """TorchRL: test_env_that_errors. In a worker process: see test_background."""
+    collector = make_collector(EnvThatErrorsAfter10Iters)
     with pytest.raises(RuntimeError, match="max steps"):
         for _ in zip(range(10), collector, strict=False):
             pass
@@ -327,8 +327,7 @@ def test_two_workers_share_neither_ids_nor_hooks(make_collector):
     test_hooks_run_in_multiprocess_workers: ours run where the batch is read."""
     seen = []
     collector = make_collector(
-        [counting, partial(CountingEnv, max_steps=4)],
-        ones,
+        [envs.CountingEnv, partial(envs.CountingEnv, length=5)],  # free of torch: start at once
         num_workers=2,
         num_envs_per_worker=2,
         frames_per_batch=40,

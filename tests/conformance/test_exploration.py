@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from family import Family
 from kinds import greedy
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import nn
@@ -14,6 +15,8 @@ from torchrl.modules import (
     ProbabilisticActor,
     TanhNormal,
 )
+
+from sf_torchrl import SharedMemoryCollector
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -45,26 +48,42 @@ def test_exploration_type_is_honoured(make_collector, kind, is_greedy):
     assert is_mode(next(iter(collector))) is is_greedy
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_the_type_around_an_iteration_goes_before_the_collectors(make_collector, num_workers):
-    options = {"async_mode": False} if num_workers else {}
-    collector = make_collector("Pendulum-v1", gaussian(), num_workers=num_workers, **options)
-    batches = iter(collector)
-    assert not is_mode(next(batches))
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
-        assert is_mode(next(batches))
-    assert not is_mode(next(batches))
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.multiprocess)])
+def exploring(request):
+    """A synchronous collector of a greedy policy, without and with worker processes."""
+    with Family().adopting() as family:
+        collector = SharedMemoryCollector(
+            "CartPole-v1",
+            greedy(),
+            num_workers=request.param,
+            num_envs_per_worker=2,
+            num_splits=1,
+            rollout_length=5,
+            frames_per_batch=200,
+            async_mode=False,
+            seed=1,
+        )
+        try:
+            yield collector, iter(collector)
+        finally:
+            collector.shutdown()
+    family.assert_gone()
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_an_annealed_exploration_reaches_the_workers(make_collector, num_workers):
-    policy = greedy()
-    options = {"num_workers": num_workers, "frames_per_batch": 200, "async_mode": False}
-    collector = make_collector("CartPole-v1", policy, **options)
-    batches = iter(collector)
+def test_the_type_around_an_iteration_goes_before_the_collectors(exploring):
+    _, batches = exploring
     assert not is_best(next(batches))
-    policy[-1].step(10)
-    policy[-1].eps.fill_(0.0)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert is_best(next(batches))
+    assert not is_best(next(batches))
+
+
+def test_an_annealed_exploration_reaches_the_workers(exploring):
+    collector, batches = exploring
+    assert not is_best(next(batches))
+    exploration = collector.policy[-1]
+    exploration.step(10)
+    exploration.eps.fill_(0.0)
     collector.update_policy_weights_()
     assert is_best(next(batches))
 

@@ -30,10 +30,10 @@ def test_every_out_key_is_in_the_batch(make_collector, name):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["actor and value", "GRU on LSTM"])
-def test_the_inference_worker_runs_it_as_this_process_does(make_collector, name):
+def test_the_inference_worker_runs_it_as_this_process_does(make_collector):
+    """Recurrent ones: see test_recurrent."""
     torch.manual_seed(0)
-    policy = POLICIES[name]()
+    policy = POLICIES["actor and value"]()
     with set_exploration_type(InteractionType.DETERMINISTIC):
         options = {"num_envs_per_worker": 1, "rollout_length": 60, "frames_per_batch": 60}
         here, there = (
