@@ -234,6 +234,28 @@ class FaultyEnv(CountingEnv):
         ctypes.PyDLL(None).sleep(10**6)  # unlike CDLL, keeps the GIL
 
 
+class StuckInCloseEnv(FaultyEnv):
+    """Fails, and then hangs where it is closed."""
+
+    def close(self):
+        if os.getpid() != self._spared:
+            time.sleep(3600)
+
+
+class RaisingEnv(CountingEnv):
+    """Raises an error of some type in its tenth step."""
+
+    def __init__(self, error):
+        super().__init__()
+        self._error, self._left = error, 10
+
+    def step(self, action):
+        self._left -= 1
+        if self._left == 0:
+            raise self._error("the simulator's own")
+        return super().step(action)
+
+
 class OldAPIEnv(gymnasium.Env):
     """As before Gym 0.26: reset returns the observation alone, step returns four values."""
 

@@ -176,10 +176,9 @@ def test_actions_count_from_zero_for_the_policy_and_from_start_for_the_env(make_
     assert actions == {0, 1, 2}
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_every_key_of_a_dict_observation_is_a_key_of_the_batch(make_collector, num_workers):
+def test_every_key_of_a_dict_observation_is_a_key_of_the_batch(make_collector):
     env = partial(CountingDictEnv, length=4, ends="truncated")
-    collector = make_collector(env, num_workers=num_workers, num_splits=2, frames_per_batch=30)
+    collector = make_collector(env, num_splits=2, frames_per_batch=30)
     ledger = Ledger(4, "truncated")
     for batch in collected(collector, 8):
         ledger.follow(batch, key="count")
@@ -227,8 +226,7 @@ def test_without_a_policy_continuous_actions_fill_their_bounds(make_collector):
     torch.testing.assert_close(high, torch.tensor(BoxActionEnv.HIGH), atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_a_torchrl_actor_is_a_policy_and_all_it_says_is_kept(make_collector, num_workers):
+def test_a_torchrl_actor_is_a_policy_and_all_it_says_is_kept(make_collector):
     network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     policy = ProbabilisticActor(
         TensorDictModule(network, in_keys=["observation"], out_keys=["logits"]),
@@ -236,7 +234,7 @@ def test_a_torchrl_actor_is_a_policy_and_all_it_says_is_kept(make_collector, num
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
     )
-    batches = collected(make_collector("CartPole-v1", policy, num_workers=num_workers), 3)
+    batches = collected(make_collector("CartPole-v1", policy), 3)
     for batch in batches:
         logits = network(batch["observation"])
         torch.testing.assert_close(batch["logits"], logits)

@@ -222,13 +222,30 @@ def test_asynchronous_collection_keeps_up_with_what_is_published(asynchronous):
 # -- one owner -----------------------------------------------------------------------------------
 
 
-def test_a_full_slot_is_not_written_before_it_is_released(make_collector):
-    """Half of the slots are held back, each for as long as its split can go on without it."""
-    collector = make_collector(
-        ENV, TellingPolicy(NUM_ACTIONS), num_workers=2, num_splits=2, max_batches_in_flight=8
+@pytest.fixture(scope="module")
+def slots(family_of_runs):
+    """A collector of which nobody reads batches: its slots are taken and released by hand."""
+    collector = SharedMemoryCollector(
+        ENV,
+        TellingPolicy(NUM_ACTIONS),
+        num_workers=2,
+        num_envs_per_worker=4,
+        num_splits=2,
+        rollout_length=T,
+        frames_per_batch=4 * T,
+        max_batches_in_flight=16,
+        seed=3,
     )
-    collector.start()
-    engine, slab, config = collector._engine, collector._slab, collector.config
+    try:
+        collector.start()
+        yield collector
+    finally:
+        collector.shutdown()
+
+
+def test_a_full_slot_is_not_written_before_it_is_released(slots):
+    """Half of the slots are held back, each for as long as its split can go on without it."""
+    engine, slab, config = slots._engine, slots._slab, slots.config
     leaves = [slab.numpy(*leaf.key) for leaf in slab.layout.leaves() if len(leaf.key) > 1]
     assert config.num_slots_per_split == 8
 
@@ -236,23 +253,26 @@ def test_a_full_slot_is_not_written_before_it_is_released(make_collector):
         return [leaf[slot].tobytes() for leaf in leaves]
 
     held, times_filled = deque(), [0] * config.num_slots
+
+    def release_all_but(count):
+        while len(held) > count:
+            slot, as_it_was = held.popleft()
+            assert contents(slot) == as_it_was
+            engine.release(slot)
+
     for _ in range(30 * config.num_slots):
         slot = engine.next_full()
         assert slot not in [other for other, _ in held]
         times_filled[slot] += 1
         held.append((slot, contents(slot)))
-        while len(held) > config.num_slots // 2:
-            slot, as_it_was = held.popleft()
-            assert contents(slot) == as_it_was
-            engine.release(slot)
+        release_all_but(config.num_slots // 2)
     assert sum(times > 5 for times in times_filled) >= config.num_slots // 2
+    release_all_but(0)
 
 
-def test_slots_belong_to_one_split_for_life(make_collector):
-    collector = make_collector(ENV, num_workers=2, num_envs_per_worker=4, num_splits=2)
-    collector.start()
-    engine, config = collector._engine, collector.config
-    observation = collector._slab.numpy("observation", "observation")
+def test_slots_belong_to_one_split_for_life(slots):
+    engine, config = slots._engine, slots.config
+    observation = slots._slab.numpy("observation", "observation")
     owners = {}
     for _ in range(20 * config.num_slots):
         slot = engine.next_full()

@@ -3,6 +3,7 @@
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 LIMIT = 10
@@ -83,3 +84,8 @@ def pendulum(base=0):
 
 def telling(base=0):
     return Telling(cartpole(base))
+
+
+def telling_pair():
+    """Two at once."""
+    return SyncVectorEnv([telling] * 2, autoreset_mode=AutoresetMode.DISABLED)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import envs
 import gymnasium
 import numpy as np
 import pytest
@@ -184,10 +185,8 @@ def test_an_envpool_that_steps_a_part_of_its_envs_is_refused():
 
 @pytest.mark.multiprocess
 def test_a_list_has_a_function_for_each_worker(make_collector):
-    makers = [partial(CountingEnv, max_steps=2), partial(CountingEnv, max_steps=4)]
     collector = make_collector(
-        makers,
-        ones_of(makers[0]),
+        [partial(envs.CountingEnv, length=3), partial(envs.CountingEnv, length=5)],
         num_workers=None,
         num_envs_per_worker=1,
         frames_per_batch=200,

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from seeded import cartpole, doubles, pendulum, picture, telling
+from seeded import cartpole, doubles, pendulum, picture, telling, telling_pair
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
@@ -222,23 +222,36 @@ def test_continuous_actions_of_envs_stepped_at_once_give_torchrls_batch(make_col
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("make", [telling, partial(transformed, telling)])
-def test_worker_processes_give_torchrls_batch(make_collector, make):
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (telling, "raw"),
+        (partial(transformed, telling), "generic"),
+        (telling_pair, "vectorized"),
+    ],
+)
+def test_worker_processes_give_torchrls_batch_and_share_no_seed_and_no_trajectory(
+    make_collector, make, path
+):
     actor = policy(leaning, "seen")
     collector = make_collector(
         make,
         actor,
         num_workers=2,
-        num_envs_per_worker=1,
+        num_envs_per_worker=2,
         rollout_length=STEPS,
-        frames_per_batch=2 * STEPS,
-        async_mode=False,  # one rollout of each worker in a batch, however fast each is
+        frames_per_batch=4 * STEPS,
+        async_mode=False,  # one rollout of each env in a batch, however fast each is
     )
     batch = next(iter(collector))
+    assert collector.stats()["path"] == path
     for row in batch:
         base = int(row["base"][0])
         assert_same(row, reference(telling, actor, base))
-    assert batch["base"].unique().numel() == 2
+    bases, ids = batch["base"].flatten(), batch["collector", "traj_ids"].flatten()
+    assert bases.unique().numel() == 4
+    pairs = torch.stack([bases, ids], -1).unique(dim=0)
+    assert len(pairs) == ids.unique().numel() > 4 * 8
 
 
 @pytest.mark.parametrize("make", [cartpole, partial(transformed, cartpole)])

@@ -80,26 +80,6 @@ def test_each_env_has_a_seed_of_its_own(make_collector, kind):
     assert of_each.unique().numel() == 4
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["raw", "generic", "SyncVectorEnv, DISABLED"])
-def test_workers_share_no_seed_and_no_trajectory(make_collector, kind):
-    make, path = PATHS[kind]
-    collector = make_collector(
-        partial(make, telling),
-        num_workers=2,
-        num_envs_per_worker=2,
-        frames_per_batch=80,
-        rollout_length=10,
-        async_mode=False,
-    )
-    batch = torch.cat(list(islice(collector, 2)))
-    assert collector.stats()["path"] == path
-    bases, ids = batch["base"].flatten(), batch["collector", "traj_ids"].flatten()
-    assert bases.unique().numel() == 4
-    pairs = torch.stack([bases, ids], -1).unique(dim=0)
-    assert len(pairs) == ids.unique().numel() > 8
-
-
 @pytest.mark.parametrize("kind", PATHS)
 def test_no_trajectory_has_the_id_of_one_from_before_a_resumption(make_collector, kind):
     make, _ = PATHS[kind]

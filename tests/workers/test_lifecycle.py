@@ -36,7 +36,6 @@ def faulty(fault, **options):
     [
         ("raise", "step", "env worker 0 failed with RuntimeError('the simulator is on fire')"),
         ("system_exit", "reset", "env worker 0 failed with SystemExit(0)"),
-        ("sigkill", "step", "env worker 0 was killed by SIGKILL"),
         ("exit", "constructor", "env worker 0 ended with exit code 7"),
     ],
 )
@@ -54,12 +53,15 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_the_reason(
     assert family.left_after(5) == {}  # nobody has called shutdown
 
 
-def test_a_worker_that_dies_is_noticed_while_another_still_delivers(make_collector, tmp_path):
+def test_a_worker_that_dies_is_noticed_while_another_still_delivers(
+    make_collector, family, tmp_path
+):
     env = faulty("sigkill", at=40, only_first=str(tmp_path / "one"))
     collector = make_collector(env, num_workers=2, num_envs_per_worker=1)
     with pytest.raises(WorkerError, match=r"env worker \d was killed by SIGKILL"):
         for _ in collector:  # without end
             pass
+    assert family.left_after(5) == {}  # nobody has called shutdown
 
 
 def test_a_policy_that_fails_ends_the_run_with_its_traceback(make_collector, family):
@@ -209,8 +211,11 @@ def segments_of(pids):
 
 
 ENDLESS = """
+import signal
 from envs import CountingEnv
 from sf_torchrl import SharedMemoryCollector
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, where a job of a shell is
 
 collector = SharedMemoryCollector(CountingEnv, num_workers=2, frames_per_batch=512)
 try:
@@ -223,15 +228,23 @@ except KeyboardInterrupt:
 
 
 TO_BE_KILLED = """
-import sys, threading
+import subprocess, sys, threading
 from functools import partial
 from envs import CountingEnv, FaultyEnv
 from sf_torchrl import SharedMemoryCollector
 
 small = dict(num_envs_per_worker=1, num_splits=1, frames_per_batch=64)
 
+class Simulator(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.simulator = subprocess.Popen(["sleep", "600"])
+    def close(self):
+        self.simulator.kill()
+        self.simulator.wait()
+
 # Workers started by a thread that has ended cannot ask the kernel to be killed with their parent.
-other = SharedMemoryCollector(CountingEnv, num_workers=1, **small)
+other = SharedMemoryCollector(Simulator, num_workers=1, **small)
 thread = threading.Thread(target=lambda: next(iter(other)))
 thread.start()
 thread.join()
@@ -245,10 +258,11 @@ for batch in SharedMemoryCollector(hanging, num_workers=2, **small):
 
 
 def test_a_main_process_that_is_killed_leaves_nothing_behind(family, tmp_path):
+    """No process of its own, none that an env has started, and no shared memory."""
     before = unclaimed_segments()
     with Script(family, ["-c", TO_BE_KILLED, str(tmp_path / "one hangs")]) as script:
         script.wait_for("hanging")
-        assert len(family.members()) == 1 + 2 + 3
+        assert len(family.members()) == 1 + 2 + 3 + 1
         assert segments_of(family.members()) == []
         script.process.send_signal(signal.SIGKILL)
         script.process.wait()
