@@ -291,20 +291,7 @@ def test_a_checkpoint_that_is_not_there_is_no_fresh_start(refused, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_an_env_of_ones_own_is_found_beside_the_user(tmp_path):
-    (tmp_path / "envs_in_a_folder.py").write_text(ENVS)
-    done = command(
-        *("fit", "--data.env=envs_in_a_folder:walk", "--data.env_steps=2048"),
-        *("--data.collector.num_workers=1", "--model.network.encoder_mlp_layers=[16]"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert saved(tmp_path / "runs/default/checkpoints/last.ckpt")["env_steps"] == 2048
-    assert "return 50.00  length 50.0" in done.stderr
-
-
-@pytest.mark.multiprocess
-def test_an_env_that_breaks_while_training_ends_the_run_with_its_traceback(tmp_path):
+def test_an_env_found_beside_the_user_that_breaks_ends_the_run_with_its_traceback(tmp_path):
     (tmp_path / "envs_in_a_folder.py").write_text(ENVS)
     done = command(
         *("fit", "--data.env=envs_in_a_folder:Falls", "--data.env_steps=100000"),
@@ -314,6 +301,15 @@ def test_an_env_that_breaks_while_training_ends_the_run_with_its_traceback(tmp_p
     assert done.returncode == 3
     assert "env worker 0 failed with RuntimeError('the simulator fell over')" in done.stderr
     assert 'raise RuntimeError("the simulator fell over")' in done.stderr
+
+
+def test_an_env_may_be_a_function_and_the_folder_has_a_default(run, envs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = [o for o in small("") if not o.startswith(("--data.env=", "--trainer"))]
+    code, _, err = run(*options, f"--data.env={envs('walk')}", "--data.env_steps=1024")
+    assert code == 0
+    assert saved(tmp_path / "runs/default/checkpoints/last.ckpt")["env_steps"] == 1024
+    assert "return 50.00  length 50.0" in err
 
 
 # Configuration
@@ -512,19 +508,14 @@ def test_the_traceback_of_an_env_that_cannot_be_made_is_its_own(run, envs, tmp_p
 # Evaluating
 
 
-@pytest.mark.multiprocess
-def test_evaluate_prints_json_on_its_last_line(trained):
-    folder, _ = trained
-    done = command(
-        *("evaluate", "--checkpoint", "checkpoints/last.ckpt", "--episodes", 20, "--json"),
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+def test_evaluate_prints_json_on_its_last_line(run, short_run):
+    path = short_run / "checkpoints" / "last.ckpt"
+    code, out, err = run("evaluate", f"--checkpoint={path}", "--episodes", 20, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out.splitlines()[-1])
     assert result["episodes"] == 20
     assert result["min_return"] <= result["mean_return"] <= result["max_return"]
     assert result["mean_return"] == result["mean_length"]  # CartPole's reward is 1
-    assert done.stderr == ""
 
 
 def test_evaluate_prints_mean_deviation_and_extremes(run, short_run):
