@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,19 @@ class DoomEnv(gymnasium.Env[Any, Any]):
         return observation, reward, terminated, truncated, {}
 
     def _start_game(self) -> None:
-        """Start it, and leave nothing in the working directory."""
-        self._game.set_doom_config_path(os.devnull)  # else _vizdoom.ini
-        self._game.init()
+        """Start it in a folder of its own, which goes with this env.
+
+        The game makes files where it starts. In a shared folder the game's processes race for them,
+        and one start in ten fails where two processes start at once, with a segmentation fault.
+        """
+        self._directory = tempfile.TemporaryDirectory(prefix="sf_torchrl_vizdoom_")
+        here = os.getcwd()
+        os.chdir(self._directory.name)
+        try:
+            self._game.init()
+        finally:
+            os.chdir(here)
         self._started = True
-        with contextlib.suppress(OSError):
-            Path("_vizdoom").rmdir()  # made empty by the game
 
     def _look(self) -> None:
         state = self._game.get_state()
@@ -172,6 +179,8 @@ class DoomEnv(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """End the game's process."""
         self._game.close()
+        if self._started:
+            self._directory.cleanup()
 
 
 def _actions(num_buttons: int, max_pressed: int) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -174,3 +176,16 @@ def test_a_scenario_of_ones_own_is_named_by_its_file(doom, tmp_path):
 def test_what_vizdoom_has_not_is_refused(name, settings, message):
     with pytest.raises(EnvError, match=message):
         make_env(with_arguments(name, settings))
+
+
+@pytest.mark.multiprocess
+def test_games_may_start_at_the_same_time_in_many_processes():
+    """In one folder they race for the same files, and some crash."""
+    program = (
+        "from sf_torchrl.envs.doom import DoomEnv\n"
+        "envs = [DoomEnv() for _ in range(12)]\n"
+        "for seed, env in enumerate(envs):\n    env.reset(seed=seed)\n"
+        "for env in envs:\n    env.close()\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
+    assert [process.wait(100) for process in processes] == [0, 0, 0]

@@ -1,6 +1,5 @@
 """TorchRL's own collectors feed our loss and our learner, under Lightning."""
 
-
 import lightning.pytorch as pl
 import pytest
 import torch
