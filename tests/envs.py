@@ -242,17 +242,21 @@ class StuckInCloseEnv(FaultyEnv):
             time.sleep(3600)
 
 
-class RaisingEnv(CountingEnv):
-    """Raises an error of some type in its tenth step."""
+class BrokenAndEnded(BrokenPipeError, EOFError):
+    """Both errors that a pipe has."""
 
-    def __init__(self, error):
+
+class PipeErrorEnv(CountingEnv):
+    """Raises an error of pipes in its tenth step."""
+
+    def __init__(self):
         super().__init__()
-        self._error, self._left = error, 10
+        self._left = 10
 
     def step(self, action):
         self._left -= 1
         if self._left == 0:
-            raise self._error("the simulator's own")
+            raise BrokenAndEnded("the simulator's own pipe")
         return super().step(action)
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from envs import CountingEnv, FaultyEnv, RaisingEnv, StuckInCloseEnv
+from envs import CountingEnv, FaultyEnv, PipeErrorEnv, StuckInCloseEnv
 from gymnasium import spaces
 from policies import TellingPolicy
 from tensordict import TensorDict
@@ -71,10 +71,9 @@ def test_a_dict_key_that_a_batch_has_itself_is_refused(make_collector, key):
         make_collector(partial(KeyedEnv, key))
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError, EOFError])
-def test_an_env_that_raises_an_error_of_pipes_is_reported_like_any_other(make_collector, error):
-    with pytest.raises(WorkerError, match="the simulator's own"):
-        list(islice(make_collector(partial(RaisingEnv, error), num_workers=1), 5))
+def test_an_env_that_raises_an_error_of_pipes_is_reported_like_any_other(make_collector):
+    with pytest.raises(WorkerError, match="the simulator's own pipe"):
+        list(islice(make_collector(PipeErrorEnv, num_workers=1), 5))
 
 
 def test_an_env_that_cannot_be_sent_leaves_no_process(family):

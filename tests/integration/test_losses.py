@@ -141,6 +141,7 @@ def sac_parts():
 
 
 @pytest.mark.slow
+@pytest.mark.learning
 def test_sac_solves_pendulum(make_collector):
     """A mean return above -250 over the last episodes; see examples/torchrl_sac.py."""
     torch.manual_seed(1)

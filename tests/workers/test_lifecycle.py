@@ -320,11 +320,8 @@ for cell in {UNGUARDED!r}.split("\\n\\n\\n"):
 """
 
 
-@pytest.mark.parametrize("kind", ["script", "notebook"])
-def test_main_needs_no_guard_may_use_its_own_classes_and_need_not_shut_down(family, tmp_path, kind):
-    script_path = tmp_path / "unguarded.py"
-    script_path.write_text(UNGUARDED)
-    arguments = [str(script_path)] if kind == "script" else ["-c", NOTEBOOK]
-    with Script(family, arguments, cwd=tmp_path) as script:
+def test_main_needs_no_guard_may_use_its_own_classes_and_need_not_shut_down(family, tmp_path):
+    """In a notebook; of scripts see the examples."""
+    with Script(family, ["-c", NOTEBOOK], cwd=tmp_path) as script:
         assert script.finish() == (0, "[3.5] [0, 1]\n", "")
         assert family.left_after(5) == {}
