@@ -137,6 +137,8 @@ class EnvWorker:
 
 def _main(config: EnvWorkerConfig, fds: list[int]) -> None:
     slab_fd, commands, requests, full = fds
+    if any(len(feature.shape) == 3 for feature in config.specs.observation):
+        protocol.do_not_preempt()
     slab = Slab(config.layout, slab_fd)
     worker = EnvWorker(config, slab, PipeReader(commands), PipeWriter(requests), PipeWriter(full))
     with contextlib.suppress(PipeClosedError):

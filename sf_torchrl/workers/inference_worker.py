@@ -8,7 +8,6 @@ with the version that chose its action, and wakes each split that was served.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import sys
 import time
@@ -153,20 +152,9 @@ def serve_forever(
             workers[worker].send(protocol.ACT, split)
 
 
-def _let_requests_gather() -> None:
-    """Do not preempt a running env worker at each request (Linux).
-
-    Where processes outnumber cores, more requests then wait for one forward pass: 5 % more env
-    steps/s on two cores.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def _main(config: InferenceWorkerConfig, fds: list[int]) -> None:
     slab_fd, weights_fd, requests, *workers = fds
-    _let_requests_gather()
+    protocol.do_not_preempt()
     sys.path[:] = config.import_path
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)

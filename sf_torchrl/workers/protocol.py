@@ -171,6 +171,18 @@ def _reported(control: socket.socket) -> Iterator[None]:
         os._exit(1)
 
 
+def do_not_preempt() -> None:
+    """Wait for a core to be free instead of taking it from another process at each wake (Linux).
+
+    Where processes outnumber cores, more requests then wait for one forward pass, and a learner of
+    pictures keeps its cache. On two cores: of the inference worker, 5 % more env steps/s with
+    CartPole; of env workers 12 % with VizDoom, and 3 % less with CartPole, so only with pictures.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _die_with_parent(control: socket.socket) -> None:
     """End with the parent, and with whatever the env has started, however the parent ends.
 
