@@ -6,6 +6,7 @@ import difflib
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ except ImportError as error:
 
 TICS_PER_S = 35
 """Doom's clock."""
+
+_EXIT_S = 0.5
+"""How long a game may take to end."""
 
 
 class DoomEnv(gymnasium.Env[Any, Any]):
@@ -179,8 +183,14 @@ class DoomEnv(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """End the game's process."""
         self._game.close()
-        if self._started:
-            self._directory.cleanup()
+        if not self._started:
+            return
+        settings = Path(self._directory.name) / "_vizdoom.ini"
+        deadline = time.monotonic() + _EXIT_S
+        while not settings.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)  # the last that the game does is to save them, or to complain
+        self._directory.cleanup()
+        self._started = False
 
 
 def _actions(num_buttons: int, max_pressed: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -130,12 +131,26 @@ def test_buttons_may_be_pressed_together(doom):
     assert doom(max_buttons_pressed=3).action_space.n == 8
 
 
-def test_nothing_is_left_in_the_working_directory(doom, tmp_path, monkeypatch):
+def test_nothing_is_left_in_the_working_directory_and_nothing_said(
+    doom, tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     env = doom()
     played(env, [1, 2])
+    own = Path(env._directory.name)
     env.close()
+    time.sleep(0.1)
     assert os.listdir(tmp_path) == []
+    assert not own.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_closed_env_can_be_reset_again(doom):
+    env = doom()
+    first, _ = played(env, [1, 2], seed=3)
+    env.close()
+    again, _ = played(env, [1, 2], seed=3)
+    assert np.array_equal(first, again)
 
 
 def test_an_env_that_was_never_reset_closes(doom):
