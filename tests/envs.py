@@ -178,11 +178,16 @@ class BoxActionEnv(gymnasium.Env):
         return seen, 0.0, self._step == self._length, False, {}
 
 
+class BrokenAndEnded(BrokenPipeError, EOFError):
+    """Both errors that a pipe has."""
+
+
 class FaultyEnv(CountingEnv):
     """Fails in the way and the place it is told to, except in the process ``spared``.
 
     Args:
-        fault: ``raise``, ``system_exit``, ``sigkill``, ``exit``, ``hang`` or ``hang_holding_gil``.
+        fault: ``raise``, ``raise_error_of_pipes``, ``system_exit``, ``sigkill``, ``exit``, ``hang``
+            or ``hang_holding_gil``.
         where: ``constructor``, ``reset`` or ``step``.
         at: calls of reset or step that still succeed.
         spared: process in which nothing fails: that of the test, which tries the env out.
@@ -222,6 +227,8 @@ class FaultyEnv(CountingEnv):
                 return
         if self._fault == "raise":
             raise RuntimeError("the simulator is on fire")
+        if self._fault == "raise_error_of_pipes":
+            raise BrokenAndEnded("the simulator hung up")
         if self._fault == "system_exit":
             raise SystemExit(0)
         if self._fault == "sigkill":
@@ -240,24 +247,6 @@ class StuckInCloseEnv(FaultyEnv):
     def close(self):
         if os.getpid() != self._spared:
             time.sleep(3600)
-
-
-class BrokenAndEnded(BrokenPipeError, EOFError):
-    """Both errors that a pipe has."""
-
-
-class PipeErrorEnv(CountingEnv):
-    """Raises an error of pipes in its tenth step."""
-
-    def __init__(self):
-        super().__init__()
-        self._left = 10
-
-    def step(self, action):
-        self._left -= 1
-        if self._left == 0:
-            raise BrokenAndEnded("the simulator's own pipe")
-        return super().step(action)
 
 
 class OldAPIEnv(gymnasium.Env):

@@ -40,6 +40,20 @@ class TellingPolicy(nn.Module):
         return tensordict
 
 
+class Pushing(nn.Module):
+    """Acts as its bias says, which is 0."""
+
+    in_keys = ("observation",)
+    out_keys = ("action",)
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tensordict):
+        return tensordict.set("action", self.bias.expand(*tensordict.batch_size, 1).clone())
+
+
 class FailingPolicy(nn.Module):
     """Raises after a number of calls."""
 

@@ -341,10 +341,9 @@ def test_what_print_config_prints_is_a_config(run, tmp_path):
     assert run("fit", "--config", file, "--print_config")[:2] == (0, out)
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_explains_every_setting(run, option, monkeypatch):
+def test_help_explains_every_setting(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = run("fit", option)
+    code, out, _ = run("fit", "--help")
     text = " ".join(out.split())
     assert code == 0
     for name, explanation in {
@@ -360,7 +359,7 @@ def test_help_explains_every_setting(run, option, monkeypatch):
     }.items():
         assert f"--{name}" in text
         assert explanation in text
-    code, out, _ = run("evaluate", option)
+    code, out, _ = run("evaluate", "-h")
     text = " ".join(out.split())
     assert code == 0
     assert "--deterministic" in text
@@ -394,9 +393,7 @@ def test_a_misspelled_option_of_the_real_command_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("model.learner.learnin_rate=1", "model.learner.learning_rate"),
         ("model.learning_rate=1", "model.learner.learning_rate"),
-        ("data.collector.num_worker=1", "data.collector.num_workers"),
         ("model.loss.value_coeff=1", "model.loss.value_loss_coeff"),
         ("trainer.max_step=1", "trainer.max_steps"),
         ("checkpoint.save_every=1", "checkpoint.save_every_s"),
@@ -411,7 +408,6 @@ def test_a_misspelled_option_is_answered_with_the_closest_one(refused, tmp_path,
     ("text", "right"),
     [
         ("data: {collector: {num_worker: 1}}", "data.collector.num_workers"),
-        ("model: {learner: {learnin_rate: 1}}", "model.learner.learning_rate"),
         ("modle: {learner: {learning_rate: 1}}", "model.learner.learning_rate"),
     ],
 )
@@ -428,7 +424,6 @@ def test_a_misspelled_field_in_a_file_is_answered_with_the_closest_one(
     ("option", "words"),
     [
         ("model.learner.learning_rate=fast", ["model.learner.learning_rate", "float", "fast"]),
-        ("data.collector.num_workers=two", ["data.collector.num_workers", "int", "two"]),
         ("data.env_steps=1.5", ["data.env_steps", "int", "1.5"]),
         ("model.network.encoder_mlp_layers=[a]", ["encoder_mlp_layers", "int"]),
         ("data.collector.num_splits=3", ["num_splits=3 must divide num_envs_per_worker=8"]),
@@ -607,6 +602,7 @@ def test_a_checkpoint_that_does_not_fit_the_env_is_one_line(refused, short_run):
 
 
 FOREIGN = {
+    "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("epoch 3\n"),
     "no_checkpoint": lambda path: torch.save({"a": torch.ones(2)}, path),
     "half": lambda path: path.write_bytes(path.read_bytes()[:1000]),
@@ -676,15 +672,10 @@ def test_resuming_with_another_network_is_one_line_and_changes_no_file(
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"", b"epoch 3\n"], ids=["empty", "text"])
-@pytest.mark.parametrize("command", ["fit", "evaluate"])
-def test_a_foreign_file_is_one_line_for_both_commands(refused, tmp_path, command, content):
+def test_a_foreign_file_is_no_checkpoint_to_go_on_from_either(refused, tmp_path):
     path = tmp_path / "x.ckpt"
-    path.write_bytes(content)
-    if command == "fit":
-        line = refused(*small(tmp_path, f"--ckpt_path={path}"))
-    else:
-        line = refused("evaluate", f"--checkpoint={path}", "--env=CartPole-v1")
+    path.write_bytes(b"epoch 3\n")
+    line = refused(*small(tmp_path, f"--ckpt_path={path}"))
     assert f"'{path}' is no checkpoint of sf-torchrl fit" in line
 
 

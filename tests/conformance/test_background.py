@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from family import Family
-from tensordict.nn import TensorDictModule
+from policies import Pushing
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import EnvThatErrorsAfter10Iters
 
@@ -36,24 +36,14 @@ def wait_until(condition, seconds=30):
         time.sleep(0.01)
 
 
-class Still(torch.nn.Linear):
-    """Pushes Pendulum as its bias says."""
-
-    def __init__(self):
-        super().__init__(3, 1)
-        torch.nn.init.zeros_(self.weight)
-        torch.nn.init.zeros_(self.bias)
-
-
 @contextmanager
 def pendulum(**options):
     """A collector that fills a buffer in the background, with its buffer."""
-    policy = TensorDictModule(Still(), ["observation"], ["action"])
     with Family().adopting() as family:
         buffer = buffer_of()
         collector = SharedMemoryCollector(
             "Pendulum-v1",
-            policy,
+            Pushing(),
             replay_buffer=buffer,
             num_workers=1,
             num_envs_per_worker=2,
@@ -142,7 +132,7 @@ def test_weights_are_renewed_in_the_background(running):
     wait_until(lambda: buffer.write_count > 0)
     version = collector.policy_version
     with torch.no_grad():
-        collector.policy.module.bias.fill_(0.5)
+        collector.policy.bias.fill_(0.5)
     collector.update_policy_weights_(collector.policy)
     wait_until(lambda: (buffer[:]["policy_version"] > version).any())
     with collector.pause():
