@@ -76,15 +76,19 @@ class Rate:
         return (self._end[1] - self._begin[1]) / (self._end[0] - self._begin[0])
 
 
-def learn(workload: Workload, rate: Rate, collector: dict, train: bool) -> dict[str, float]:
+def learn(
+    workload: Workload, rate: Rate, collector: dict, train: bool, device: str
+) -> dict[str, float]:
     """Sampling only, or full training with the callbacks and loggers of the command line."""
     from sf_torchrl import ActorCritic, SharedMemoryCollector
 
     meter = machine.MemoryMeter()
     policy = ActorCritic.for_env(workload.env_fn, **workload.network)
-    source = SharedMemoryCollector(workload.env_fn, policy, seed=0, **collector)
+    source = SharedMemoryCollector(
+        workload.env_fn, policy, seed=0, policy_device=device, **collector
+    )
     if train:
-        _train(workload, policy, source, rate)
+        _train(workload, policy, source, rate, device)
     else:
         for batch in source:
             if rate.mark(source.stats()["frames"]):
@@ -101,7 +105,7 @@ def learn(workload: Workload, rate: Rate, collector: dict, train: bool) -> dict[
     }
 
 
-def _train(workload, policy, source, rate) -> None:
+def _train(workload, policy, source, rate, device) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
 
@@ -118,7 +122,8 @@ def _train(workload, policy, source, rate) -> None:
     with tempfile.TemporaryDirectory() as directory:
         trainer = pl.Trainer(
             max_epochs=-1,
-            accelerator="cpu",
+            accelerator="cpu" if device == "cpu" else "gpu",
+            devices=1,
             default_root_dir=directory,
             logger=CSVLogger(directory),
             enable_checkpointing=False,
@@ -138,6 +143,7 @@ def main() -> None:
     parser.add_argument("--collector", type=json.loads, default={}, help="JSON, over the workload")
     parser.add_argument("--network", type=json.loads, default={}, help="JSON, over the workload")
     parser.add_argument("--env_kwargs", type=json.loads, default={}, help="JSON, over the workload")
+    parser.add_argument("--device", default="cpu", help="of inference worker and learner")
     parser.add_argument(
         "--env_from", help="a folder whose common.make_env(workload) makes the peers' env"
     )
@@ -162,7 +168,9 @@ def main() -> None:
 
         torch.set_num_threads(1)
         rate = Rate(arguments.seconds, arguments.warmup_s)
-        found = learn(workload, rate, collector, train=arguments.mode == "train")
+        found = learn(
+            workload, rate, collector, train=arguments.mode == "train", device=arguments.device
+        )
     found["env_frames_per_s"] = found["env_steps_per_s"] * workload.frame_skip
     print(json.dumps(found))
 
