@@ -88,13 +88,16 @@ def read(directory: Path, episodes: int) -> Run:
     """A finished run: its curve, and evaluations."""
     (file,) = directory.glob("csv/*/metrics.csv")
     rows = [row for row in csv.DictReader(file.open()) if row["collect/mean_return"]]
-    rates = [float(rows[-1][f"throughput/env_{unit}_per_s"]) for unit in ("frames", "steps")]
+    frames, steps = (
+        max(float(row[f"throughput/env_{unit}_per_s"]) for row in rows)
+        for unit in ("frames", "steps")
+    )
     return Run(
         seed=yaml.safe_load((directory / "config.yaml").read_text())["seed_everything"],
         seconds=[float(row["time/since_process_start_s"]) for row in rows],
         env_steps=[int(row["step"]) for row in rows],
         mean_return=[float(row["collect/mean_return"]) for row in rows],
-        frames_a_step=round(rates[0] / rates[1]),
+        frames_a_step=round(frames / steps),
         deterministic=evaluate(directory, episodes, True),
         sampled=evaluate(directory, episodes, False),
     )

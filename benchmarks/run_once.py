@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--warmup_s", type=float, default=3.0)
     parser.add_argument("--collector", type=json.loads, default={}, help="JSON, over the workload")
+    parser.add_argument("--learner", type=json.loads, default={}, help="JSON, over the workload")
     parser.add_argument("--network", type=json.loads, default={}, help="JSON, over the workload")
     parser.add_argument("--env_kwargs", type=json.loads, default={}, help="JSON, over the workload")
     parser.add_argument("--device", default="cpu", help="of inference worker and learner")
@@ -153,6 +154,7 @@ def main() -> None:
     workload = dataclasses.replace(
         workload,
         network=workload.network | arguments.network,
+        learner=workload.learner | arguments.learner,
         env_kwargs=workload.env_kwargs | arguments.env_kwargs,
     )
     if arguments.env_from:

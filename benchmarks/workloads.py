@@ -76,7 +76,6 @@ WORKLOADS = {
         frame_skip=4,
         network={"encoder_conv_architecture": "convnet_simple", "nonlinearity": "relu"},
         collector=PIXELS,
-        learner={"learner_threads": 1},
         env_kwargs={"channel_order": "first"},
     ),
     # Nature CNN + 512 on 4x84x84, batch 1024.
@@ -85,7 +84,6 @@ WORKLOADS = {
         frame_skip=4,
         network={"encoder_conv_architecture": "convnet_atari", "nonlinearity": "relu"},
         collector=PIXELS,
-        learner={"learner_threads": 1},
     ),
     # The same without an env's cost.
     "synth": Workload(
@@ -93,6 +91,5 @@ WORKLOADS = {
         frame_skip=1,
         network={"encoder_conv_architecture": "convnet_atari", "nonlinearity": "relu"},
         collector=PIXELS,
-        learner={"learner_threads": 1},
     ),
 }

@@ -25,6 +25,7 @@ from sf_torchrl.config import (
 from sf_torchrl.envs.spaces import EnvSpecs
 from sf_torchrl.memory.weights import WeightStore
 from sf_torchrl.models.actor_critic import ActorCritic
+from sf_torchrl.models.pictures import PictureEncoder
 
 _COUNTERS = ("policy_version", "env_steps", "train_batches", "skipped_minibatches")
 _STATE = "sf_torchrl"  # the learner's own entry in a checkpoint
@@ -121,10 +122,19 @@ class APPOModule(pl.LightningModule):
         if not threads and self.num_env_workers is not None:
             threads = inference_and_learner_threads(self.num_env_workers)[1]
         if threads:
-            torch.set_num_threads(threads)
+            self._use_threads(threads)
         if not self._resumed:
             self._minibatch_generator.manual_seed(torch.initial_seed() % 2**63)
         self.publish()
+
+    def _use_threads(self, count: int) -> None:
+        """Pictures are shared out among threads of ours, operations among torch's."""
+        encoders = [part for part in self.policy.modules() if isinstance(part, PictureEncoder)]
+        if encoders and not self.learner.learner_threads:
+            count = max(2, count)  # ours do not spin: the second takes what env workers leave idle
+        for encoder in encoders:
+            encoder.num_threads = count
+        torch.set_num_threads(1 if encoders else count)
 
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """``ppo_epochs`` passes over one batch, an optimizer step a minibatch."""

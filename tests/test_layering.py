@@ -32,7 +32,7 @@ LAYERS = [  # a module may import only from lines above its own
     {"envs.torchrl_env"},
     {"envs.factory"},
     {"envs.try_out"},
-    {"memory.weights", "models.layers"},
+    {"memory.weights", "models.layers", "models.pieces"},
     {"models.pictures", "models.cores"},
     {"models.encoders"},
     {"models.torso"},

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sf_torchrl.config import NetworkConfig
 from sf_torchrl.memory.slab import Feature
 from sf_torchrl.models.layers import MLP, Nonlinearity, nonlinearity
+from sf_torchrl.models.pieces import in_pieces, in_threads
 
 CPU_ROWS_PER_PIECE = 64
 """Pictures whose activations stay in a core's cache: 200 us a 3x72x128 picture of training in
@@ -185,13 +186,20 @@ class PictureEncoder(nn.Module):
         self._first = channels_first(feature, config.channel_order)
         self._scale = 1.0 / 255.0 if is_scaled(feature) else None
         self._rows_per_piece = config.rows_per_piece
+        self.num_threads = 1
+        """Threads that share the pieces where there is a gradient to compute."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         """``[N, *shape]`` as the env observes them -> ``[N, num_outputs]``."""
-        pieces = [
-            self.body(self._prepare(piece)) for piece in torch.split(pictures, self._rows(pictures))
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        rows = self._rows(pictures)
+        parameters = [p for p in self.body.parameters() if p.requires_grad]
+        learning = torch.is_grad_enabled() and parameters
+        if self.num_threads > 1 and learning and len(pictures) > rows:
+            return in_threads(self._encode, pictures, rows, parameters, self.num_threads)
+        return in_pieces(self._encode, pictures, rows)
+
+    def _encode(self, piece: Tensor) -> Tensor:
+        return self.body(self._prepare(piece))  # type: ignore[no-any-return]
 
     def _rows(self, pictures: Tensor) -> int:
         chosen = self._rows_per_piece
