@@ -27,7 +27,7 @@ class System:
 
     def measure(self, workload: str, scripts: Path, seconds: float) -> dict[str, float]:
         """One run; its JSON line."""
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             log = Path(directory) / "log.jsonl"
             command = [os.environ[self.interpreter], str(scripts / self.script)]
             command += ["--workload", workload]

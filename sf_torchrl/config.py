@@ -305,8 +305,8 @@ class LearnerConfig:
     max_policy_lag: int = 1000
     """Oldest experience trained on, in policy versions (optimizer steps), inclusive."""
     learner_threads: int = 0
-    """CPU threads of the learner; 0 takes those that env workers and inference worker leave, and two
-    at the least for pictures, which are shared out among threads that do not spin."""
+    """CPU threads of the learner; 0 takes those that env workers and inference worker leave; for
+    pictures, which are shared out among threads that do not spin, two at the least."""
 
     def __post_init__(self) -> None:
         _check(self.learning_rate >= 0, f"learning_rate={self.learning_rate} must not be negative")
