@@ -246,7 +246,7 @@ class SharedMemoryCollector(RunningCollector):
         )
         self._policy_factory, self._all_specs = factory, specs
         self._io: PolicyIO = read_policy_io(self.policy, specs, may_copy=factory is None)
-        state = {feature.key for feature in self._io.state}
+        state = {feature.key for feature in (*self._io.state, *self._io.core_state)}
         self.env_specs: EnvSpecs = replace(
             specs, observation=tuple(f for f in specs.observation if f.key not in state)
         )

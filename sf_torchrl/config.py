@@ -58,6 +58,10 @@ class CollectorConfig:
             value = getattr(self, name)
             _check(value >= 0, f"{name}={value} must not be negative")
         _check(
+            self.num_workers > 0 or self.policy_device == "cpu",
+            f"policy_device={self.policy_device!r} needs worker processes, got num_workers=0",
+        )
+        _check(
             self.env_start_timeout_s > 0,
             f"env_start_timeout_s={self.env_start_timeout_s} must be positive",
         )
@@ -204,7 +208,10 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         for name in ("encoder_mlp_layers", "encoder_conv_mlp_layers", "decoder_mlp_layers"):
             layers = getattr(self, name)
-            _check(all(units >= 1 for units in layers), f"{name}={list(layers)} must be positive")
+            _check(
+                all(isinstance(units, int) and units >= 1 for units in layers),
+                f"{name}={list(layers)} must be positive integers",
+            )
         for name, choices in (
             ("nonlinearity", NONLINEARITIES),
             ("policy_initialization", INITIALIZATIONS),
@@ -221,6 +228,7 @@ class NetworkConfig:
             value = getattr(self, name)
             _check(value >= 1, f"{name}={value} must be at least 1")
         _check(self.rows_per_piece >= 0, f"rows_per_piece={self.rows_per_piece} must not be < 0")
+        _check(self.policy_init_gain > 0, f"policy_init_gain={self.policy_init_gain} must be > 0")
         _check(self.initial_stddev > 0, f"initial_stddev={self.initial_stddev} must be positive")
 
 
@@ -305,8 +313,7 @@ class LearnerConfig:
     max_policy_lag: int = 1000
     """Oldest experience trained on, in policy versions (optimizer steps), inclusive."""
     learner_threads: int = 0
-    """CPU threads of the learner; 0 takes those that env workers and inference worker leave; for
-    pictures, which are shared out among threads that do not spin, two at the least."""
+    """CPU threads of the learner; 0 takes those that env workers and inference worker leave."""
 
     def __post_init__(self) -> None:
         _check(self.learning_rate >= 0, f"learning_rate={self.learning_rate} must not be negative")

@@ -80,7 +80,6 @@ class _Actor:
     def __init__(self, policy: nn.Module, specs: EnvSpecs) -> None:
         self._policy, self._specs = policy, specs
         io = read_policy_io(policy, specs)
-        self._reads_init = ("is_init",) in io.in_keys
         self._state = (*io.state, *io.core_state)
         self._written = (*io.state_outputs, *(("next", *f.key) for f in io.core_state))
 
@@ -94,8 +93,13 @@ class _Actor:
             found.set(
                 feature.key, torch.stack([lane.state.get(feature.key, nothing) for lane in lanes])
             )
-        if self._reads_init:
-            found.set("is_init", torch.tensor([[lane.length == 0] for lane in lanes]))
+        counted = {  # as env workers count them
+            "is_init": torch.tensor([[lane.length == 0] for lane in lanes]),
+            "step_count": torch.tensor([[lane.length] for lane in lanes]),
+            "episode_reward": torch.tensor([[lane.episode_return] for lane in lanes]),
+        }
+        for tracked in self._specs.tracked:
+            found.set(tracked.key, counted[tracked.key[0]])
         answer = self._policy(found)
         for feature, key in zip(self._state, self._written, strict=True):
             for lane, state in zip(lanes, answer.get(unravel_key(key)), strict=True):
@@ -144,6 +148,8 @@ def evaluate_policy(
     """
     if num_episodes < 1:
         raise ValueError(f"num_episodes={num_episodes} must be at least 1")
+    if num_envs < 1:
+        raise ValueError(f"num_envs={num_envs} must be at least 1")
     num_envs = min(num_envs, num_episodes)
     quotas = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) >> 1

@@ -117,7 +117,16 @@ class APPOModule(pl.LightningModule):
         )
 
     def on_fit_start(self) -> None:
-        """Set the number of threads and publish the weights the run begins with."""
+        """Set the number of threads and publish the weights the run begins with.
+
+        Raises:
+            ValueError: the trainer has a precision of its own.
+        """
+        if self.trainer.precision != "32-true":
+            raise ValueError(
+                f"trainer.precision={self.trainer.precision!r}: weights, losses and targets are "
+                "float32; model.network.precision=bfloat16 computes the network in less"
+            )
         threads = self.learner.learner_threads
         if not threads and self.num_env_workers is not None:
             threads = inference_and_learner_threads(self.num_env_workers)[1]
@@ -130,8 +139,6 @@ class APPOModule(pl.LightningModule):
     def _use_threads(self, count: int) -> None:
         """Pictures are shared out among threads of ours, operations among torch's."""
         encoders = [part for part in self.policy.modules() if isinstance(part, PictureEncoder)]
-        if encoders and not self.learner.learner_threads:
-            count = max(2, count)  # ours do not spin: the second takes what env workers leave idle
         for encoder in encoders:
             encoder.num_threads = count
         torch.set_num_threads(1 if encoders else count)
@@ -218,6 +225,7 @@ class APPOModule(pl.LightningModule):
             )
         with _scaled_learning_rate(optimizer.optimizer, share):
             optimizer.step()
+        torch.clear_autocast_cache()  # a caller's autocast would keep the weights of before
         self.policy_version += 1
         return True
 

@@ -54,7 +54,16 @@ class VideoWriter:
         """Pictures so far."""
 
     def add(self, picture: np.ndarray[Any, Any]) -> None:
-        """Append a picture, ``[height, width, 3]`` uint8."""
+        """Append a picture, ``[height, width, 3]`` uint8.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+            raise ValueError(
+                f"the env rendered {picture.dtype} of shape {picture.shape}, and no picture of "
+                "[height, width, 3] bytes"
+            )
         if self.size is None:
             self.size = self._stream.width, self._stream.height = self._displayed(picture.shape)
         frame = self._frame_type.from_ndarray(np.ascontiguousarray(picture), format="rgb24")

@@ -188,6 +188,10 @@ class APPOLoss(LossModule):
         """
         _check_rollouts(tensordict)
         mask = self.mask(tensordict)
+        if mask is not None and not bool(mask.any()):  # the loss will not look at them
+            advantage = value_target = torch.zeros(mask.shape, device=mask.device)
+            tensordict.set(self.tensor_keys.advantage, advantage)
+            return tensordict.set(self.tensor_keys.value_target, value_target)
         with torch.no_grad():
             seen = self._evaluate(tensordict, mask)
             log_ratio = self._log_ratio(tensordict, seen, mask)
@@ -256,7 +260,13 @@ class APPOLoss(LossModule):
         stretches = cut_into_stretches(begins, mask)
         state = batch.get(self.tensor_keys.initial_state, None)
         if state is None:  # another collector's batch has the state before every step
-            state = batch.get(self.tensor_keys.recurrent_state)
+            state = batch.get(self.tensor_keys.recurrent_state, None)
+        if state is None:
+            keys = self.tensor_keys
+            raise ValueError(
+                f"the policy is recurrent and the batch has neither {keys.initial_state} nor "
+                f"{keys.recurrent_state!r}, the state in which rollouts begin"
+            )
         state = torch.where(begins[:, :1], 0.0, state[:, 0])
         # Each observation that is needed followed the end of a stretch.
         ends = needed.flatten() if mask is None else needed[mask]

@@ -120,4 +120,4 @@ def _env_id(game: str) -> str:
         raise EnvError(f"there is no Atari game {game!r} among the {len(games)} of ale-py{hint}")
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gymnasium.register_envs(ale_py)
-    return f"ALE/{''.join(part.capitalize() for part in game.split('_'))}-v5"
+    return f"ALE/{game.title().replace('_', '')}-v5"

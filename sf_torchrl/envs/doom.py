@@ -70,6 +70,8 @@ class DoomEnv(gymnasium.Env[Any, Any]):
         max_buttons_pressed: int = 1,
         render_mode: str | None = None,
     ) -> None:
+        if isinstance(game_variables, str):
+            raise EnvError(f"game_variables={game_variables!r} must be a list of names")
         if frame_skip < 1 or max_buttons_pressed < 1:
             raise EnvError(
                 f"frame_skip={frame_skip} and max_buttons_pressed={max_buttons_pressed} must be at "
@@ -85,6 +87,8 @@ class DoomEnv(gymnasium.Env[Any, Any]):
         }
         self._game = self._configured_game(scenario, game_variables)
         self._time_limit = self._game.get_episode_timeout()
+        if self._time_limit:  # counted from the tic at which an episode starts
+            self._time_limit += self._game.get_episode_start_time()
         self._game.set_episode_timeout(0)  # kept here: VizDoom has no picture of what follows
         self._started = False
         self._variables = np.zeros(len(game_variables), np.float32)
@@ -205,7 +209,7 @@ def _scenario_file(scenario: str) -> Path:
     shipped = Path(vizdoom.scenarios_path)
     for file in (shipped / f"{scenario}.cfg", Path(scenario)):
         if file.suffix == ".cfg" and file.is_file():
-            return file
+            return file.resolve()  # the game starts in another folder
     names = sorted(file.stem for file in shipped.glob("*.cfg"))
     close = difflib.get_close_matches(scenario, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -66,14 +66,14 @@ def make_env(create_env_fn: EnvFactory) -> Any:
     return env
 
 
-def _make_named(name: str, **kwargs: Any) -> Any:
+def _make_named(name: str, /, **kwargs: Any) -> Any:
     function = _function_named(name)
     return (
         _make_by_id(name, **kwargs) if function is None else make_env(partial(function, **kwargs))
     )
 
 
-def _make_by_id(name: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+def _make_by_id(name: str, /, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     try:
         # The checker looks at the first steps only, which try_out does too.
         return gymnasium.make(name, disable_env_checker=True, **kwargs)
@@ -142,7 +142,7 @@ def _make_limited(create_env_fn: EnvFactory, max_steps: int) -> Any:
 def _function_named(name: str) -> Callable[..., Any] | None:
     """The function that a name stands for; None where it is an env id."""
     for prefix, family in _FAMILIES.items():
-        if name.startswith(prefix):
+        if name.startswith(prefix) and ":" not in name and name not in gymnasium.registry:
             function = _function_named(family)
             assert function is not None
             return partial(function, name.removeprefix(prefix))

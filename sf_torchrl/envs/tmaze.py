@@ -33,8 +33,8 @@ class TMaze(gymnasium.Env[Any, Any]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (gymnasium's)
 
     def __init__(self, length: int = 10) -> None:
-        if length < 1:
-            raise EnvError(f"length={length} must be at least 1")
+        if not isinstance(length, int) or length < 1:
+            raise EnvError(f"length={length} must be an integer of at least 1")
         self.length = length
         self.observation_space = spaces.Box(0.0, 1.0, (4,), np.float32)
         self.action_space = spaces.Discrete(3)

@@ -115,10 +115,16 @@ def _read(env: Any, name: str) -> tuple[Any, EnvSpecs]:
         return _read_torchrl(env, name)
     if not isinstance(env, VectorEnv):
         specs = read_specs(env.observation_space, env.action_space, name)
-        return env, replace(specs, frame_skip=int(env.metadata.get("frame_skip", 1)))
+        return env, replace(specs, frame_skip=_frame_skip(env))
     count = VectorEnvAdapter(env, name).num_envs
     specs = read_specs(env.single_observation_space, env.single_action_space, name)
     return env, replace(specs, path="vectorized", envs_at_once=count)
+
+
+def _frame_skip(env: gymnasium.Env[Any, Any]) -> int:
+    """What the env says of itself; 1 where it says nothing, or that it varies."""
+    said = env.metadata.get("frame_skip", 1)
+    return said if isinstance(said, int) and said > 0 else 1
 
 
 def _read_torchrl(env: Any, name: str) -> tuple[Any, EnvSpecs]:
@@ -140,7 +146,7 @@ def _read_torchrl(env: Any, name: str) -> tuple[Any, EnvSpecs]:
                 specs = replace(
                     specs, action=one_hot, actions=(replace(action, shape=(one_hot.n,)),)
                 )
-            return inner, specs
+            return inner, replace(specs, frame_skip=_frame_skip(inner))
     return env, read_torchrl_specs(env, name)
 
 

@@ -132,7 +132,13 @@ class ActorCritic(TensorDictModuleBase):
         sample = interaction_type() in (InteractionType.RANDOM, None)
         state = None
         if self.state is not None:
-            state = tensordict.get(STATE_KEY).reshape(-1, *self.state.shape)
+            state = tensordict.get(STATE_KEY, None)
+            if state is None:
+                raise ValueError(
+                    f"the policy is recurrent and reads {STATE_KEY!r}; add its "
+                    "make_tensordict_primer() to the env"
+                )
+            state = state.reshape(-1, *self.state.shape)
         for key, value in zip(self.out_keys, self.network.act(rows, sample, state), strict=True):
             tensordict.set(key, value.view((*lead, *value.shape[1:])))
         return tensordict

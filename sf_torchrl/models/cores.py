@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -40,7 +43,9 @@ class RecurrentCore(nn.Module):
         Returns:
             ``[N, num_outputs]``, and the state after the step.
         """
-        outputs, after = self.rnn(features.unsqueeze(0), self._to_torch(state))
+        with self._precision(features):
+            features = features.float() if features.is_cuda else features
+            outputs, after = self.rnn(features.unsqueeze(0), self._to_torch(state))
         return outputs.squeeze(0), self._from_torch(after)
 
     def run(self, features: Tensor, stretches: Stretches, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +61,17 @@ class RecurrentCore(nn.Module):
         """
         begins = stretches.begins_rollout.unsqueeze(1)
         begin = torch.where(begins, state[stretches.rollout], 0.0)
-        packed = PackedSequence(features[stretches.order], stretches.batch_sizes)
-        outputs, after = self.rnn(packed, self._to_torch(begin))
+        with self._precision(features):
+            features = features.float() if features.is_cuda else features
+            packed = PackedSequence(features[stretches.order], stretches.batch_sizes)
+            outputs, after = self.rnn(packed, self._to_torch(begin))
         return outputs.data[stretches.positions], self._from_torch(after)
+
+    def _precision(self, features: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """On CUDA float32: torch's autocast would make it float16 there."""
+        if features.is_cuda:
+            return torch.autocast("cuda", enabled=False)
+        return contextlib.nullcontext()
 
     def _to_torch(self, state: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """``[N, state_size]`` -> ``[layers, N, size]``, of an LSTM twice."""

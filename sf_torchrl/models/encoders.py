@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from sf_torchrl.config import NetworkConfig
 from sf_torchrl.memory.slab import Feature
-from sf_torchrl.models.layers import MLP
-from sf_torchrl.models.pictures import PictureBody, PictureEncoder, channels_first, is_picture
+from sf_torchrl.models.layers import MLP, USERS_OWN
+from sf_torchrl.models.pictures import (
+    PictureBody,
+    PictureEncoder,
+    channels_first,
+    is_picture,
+    is_scaled,
+)
 
 
 def own_part(setting: str, path: str, *arguments: Any) -> nn.Module:
@@ -30,13 +36,15 @@ def own_part(setting: str, path: str, *arguments: Any) -> nn.Module:
     module_name, _, name = path.rpartition(".")
     try:
         made = getattr(importlib.import_module(module_name), name)(*arguments)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{setting}={path!r} cannot be made: {error}") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{setting}={path!r} cannot be made: {reason}") from error
     if not isinstance(made, nn.Module) or not hasattr(made, "num_outputs"):
         raise ValueError(
             f"{setting}={path!r} must be a torch module with num_outputs, its number of features; "
             f"got {type(made).__name__}"
         )
+    setattr(made, USERS_OWN, True)
     return made
 
 
@@ -52,6 +60,7 @@ class VectorEncoder(nn.Module):
     def __init__(self, feature: Feature, config: NetworkConfig, path: str | None) -> None:
         super().__init__()
         self._ndims = 1 if path else len(feature.shape)
+        self._scale = 1.0 / 255.0 if is_scaled(feature) else None
         self.body: nn.Module
         if path:
             self.body = own_part(_setting(feature), path, feature.shape, config)
@@ -61,7 +70,9 @@ class VectorEncoder(nn.Module):
         self.size = cast(int, self.body.num_outputs)
 
     def forward(self, observation: Tensor) -> Tensor:
-        """``[N, *shape]`` float32 -> ``[N, num_outputs]``."""
+        """``[N, *shape]`` float32, or a picture's bytes -> ``[N, num_outputs]``."""
+        if self._scale is not None:
+            observation = observation * self._scale
         if self._ndims == 0:
             observation = observation.unsqueeze(-1)
         elif self._ndims > 1:

@@ -89,14 +89,23 @@ class MLP(nn.Module):
         return x
 
 
+USERS_OWN = "_is_users_own"
+"""Attribute of modules that keep the weights they came with."""
+
+
 def initialize(module: nn.Module, config: NetworkConfig) -> None:
-    """Draw the weights of linear layers and convolutions as configured; biases become 0."""
+    """Draw the weights of linear layers and convolutions as configured; biases become 0.
+
+    Parts of the user's own are left alone.
+    """
+    if getattr(module, USERS_OWN, False) or config.policy_initialization == "torch_default":
+        return
+    for part in module.children():
+        initialize(part, config)
     if not isinstance(module, nn.Linear | nn.Conv2d):
         return
-    if config.policy_initialization == "torch_default":
-        return
-    assert module.bias is not None
-    nn.init.zeros_(module.bias)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
     if config.policy_initialization == "orthogonal":
         nn.init.orthogonal_(module.weight, gain=config.policy_init_gain)
     else:

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -86,7 +85,7 @@ class ActorCriticNetwork(nn.Module):
         if torso is None:
             ours += [part for part in (self.torso, self.critic_torso) if part is not None]
         for part in ours:
-            part.apply(partial(initialize, config=config))
+            initialize(part, config)
             cast(Any, part).to(memory_format=torch.channels_last)  # of convolutions' weights
         if specs.action.kind == "box" and config.adaptive_stddev:
             with torch.no_grad():
@@ -109,7 +108,7 @@ class ActorCriticNetwork(nn.Module):
     def state_size(self) -> int:
         """Numbers in the recurrent state of one lane, the critic's included; 0 without a core."""
         torsos = (self.torso, self.critic_torso)
-        return sum(getattr(torso, "state_size", 0) for torso in torsos if torso is not None)
+        return sum(torso.state_size for torso in torsos if isinstance(torso, Torso))
 
     def evaluate(self, observations: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Distribution parameters and value of observations, with gradient, without a core.
@@ -162,12 +161,16 @@ class ActorCriticNetwork(nn.Module):
         return state.chunk(1 if self.critic_torso is None else 2, -1)
 
     def _precision(self, observations: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        if not self._bfloat16:
-            return contextlib.nullcontext()
-        return torch.autocast(observations[0].device.type, torch.bfloat16)
+        device = observations[0].device.type
+        if self._bfloat16 or torch.is_autocast_enabled(device):  # somebody else's is not ours
+            return torch.autocast(device, torch.bfloat16, enabled=self._bfloat16)
+        return contextlib.nullcontext()
 
     def _heads(self, features: Tensor, critic: Tensor | None) -> tuple[Tensor, Tensor]:
         """In float32 whatever the precision: ratios are differences of what comes out."""
+        if torch.is_autocast_enabled(features.device.type):  # around this network
+            with torch.autocast(features.device.type, enabled=False):
+                return self._heads(features, critic)
         features = features.float()
         params = functional.linear(features, self.actor_head.weight, self.actor_head.bias)
         if self.log_stddev is not None:

@@ -52,7 +52,7 @@ class DeviceRows:
             count = sum(len(part) for part in rows)
             staged = self._buffer(("in", index), count, torch.from_numpy(rows[0]))
             np.concatenate(rows, out=staged.numpy())
-            found.append(staged.to(self._device, non_blocking=True))
+            found.append(staged.to(self._device, non_blocking=self._page_locked))
         return found
 
     def fetch(self, answers: Sequence[Tensor]) -> list[Array]:
@@ -62,7 +62,7 @@ class DeviceRows:
             for index, answer in enumerate(answers)
         ]
         for target, answer in zip(staged, answers, strict=True):
-            target.copy_(answer, non_blocking=True)
+            target.copy_(answer, non_blocking=self._page_locked)
         if self._page_locked:
             torch.cuda.current_stream(self._device).synchronize()
         return [target.numpy() for target in staged]
@@ -96,6 +96,8 @@ def check_device(name: str, device: torch.device | str | int | None) -> torch.de
     try:
         found = torch.device("cpu" if device is None else device)
         torch.empty(0, device=found)
+        if found.type not in ("cpu", "cuda"):
+            raise RuntimeError("only the CPU and CUDA devices are supported")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{name}={str(device)!r} cannot be used here: {reason}") from None

@@ -34,6 +34,10 @@ def test_games_that_ship_with_ale_run_by_name(game, num_actions):
     assert (specs.action.n, specs.frame_skip) == (num_actions, 4)
 
 
+def test_a_game_whose_name_ends_in_a_letter_after_a_digit_is_found():
+    assert try_out("atari_tic_tac_toe_3d").frame_skip == 4
+
+
 @pytest.mark.parametrize(
     ("settings", "shape"),
     [

@@ -80,9 +80,9 @@ def test_a_seed_holds_at_a_later_reset_too(doom):
     assert np.array_equal(first, again)
 
 
-@pytest.mark.parametrize(("frame_skip", "steps"), [(4, 72), (10, 29)])
+@pytest.mark.parametrize(("frame_skip", "steps"), [(4, 75), (10, 30)])
 def test_the_scenarios_time_limit_truncates(doom, frame_skip, steps):
-    """300 tics, of which 14 are over when the player wakes up; each costs a point."""
+    """After 300 tics, each of which costs a point."""
     env = doom(frame_skip=frame_skip)
     seen, told = played(env, [0] * 100)
     assert len(told) == steps
@@ -165,21 +165,24 @@ def test_pictures_to_render_are_vizdooms_own(doom):
     assert doom().render() is None
 
 
-def test_a_scenario_of_ones_own_is_named_by_its_file(doom, tmp_path):
+def test_a_scenario_of_ones_own_is_named_by_its_file(doom, tmp_path, monkeypatch):
     import vizdoom
 
     shipped = Path(vizdoom.scenarios_path)
     shutil.copy(shipped / "basic.wad", tmp_path)
     file = tmp_path / "mine.cfg"
     text = (shipped / "basic.cfg").read_text()
-    file.write_text(text.replace("episode_timeout = 300", "episode_timeout = 54"))
-    _, told = played(doom(str(file)), [0] * 100)
-    assert len(told) == 10
+    file.write_text(text.replace("episode_timeout = 300", "episode_timeout = 40"))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(file), "mine.cfg"):
+        _, told = played(doom(name), [0] * 100)
+        assert len(told) == 10
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("doom_basic", {"game_variables": "HEALTH"}, "must be a list of names"),
         ("doom_basik", {}, "no VizDoom scenario 'basik'; did you mean 'basic'"),
         ("doom_/nowhere/x.cfg", {}, "no VizDoom scenario '/nowhere/x.cfg'"),
         ("doom_basic", {"game_variables": ["HELTH"]}, "'HELTH'; did you mean 'HEALTH'"),
@@ -204,3 +207,17 @@ def test_games_may_start_at_the_same_time_in_many_processes():
     )
     processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
     assert [process.wait(100) for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("frame_skip", [1, 4, 7])
+@pytest.mark.parametrize("scenario", ["basic", "my_way_home"])
+def test_episodes_are_as_long_as_vizdooms_own_limit_makes_them(doom, scenario, frame_skip):
+    """Against VizDoom told of its limit."""
+    env = doom(scenario, frame_skip=frame_skip)
+    limited = doom(scenario, frame_skip=frame_skip)
+    limited._game.set_episode_timeout(limited._time_limit - limited._game.get_episode_start_time())
+    _, told = played(env, [0] * 3000)
+    _, expected = played(limited, [0] * 3000)
+    assert len(told) == len(expected)
+    assert told[-1][1:] == (False, True)
+    assert expected[-1][1:] == (True, False)

@@ -55,3 +55,8 @@ def test_it_has_a_name_and_needs_a_corridor():
     assert try_out("memory_tmaze").observation[0].shape == (4,)
     with pytest.raises(EnvError, match="length=0"):
         TMaze(0)
+
+
+def test_a_function_in_a_module_of_a_like_name_is_itself():
+    assert try_out("games.doom_envs:make").observation[0].shape == (4,)
+    assert try_out("doom_envs:make").observation[0].shape == (4,)

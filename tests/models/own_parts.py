@@ -41,3 +41,24 @@ class Forgetful(nn.Module):
 
     def __init__(self, *_):
         super().__init__()
+
+
+class Trained(nn.Module):
+    """Layers without bias whose weights were learned elsewhere."""
+
+    num_outputs = 3
+
+    def __init__(self, shape, config):
+        super().__init__()
+        self.linear = nn.Linear(shape[0], 3, bias=False)
+        nn.init.constant_(self.linear.weight, 0.5)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Picky(nn.Module):
+    """Wants more than it is given."""
+
+    def __init__(self, shape, config, more):
+        super().__init__()

@@ -231,3 +231,42 @@ def test_a_core_has_no_place_in_a_torso_of_ones_own():
 
     with pytest.raises(ValueError, match="core='gru' has no place"):
         ActorCritic(specs, NetworkConfig(core="gru"), torso=torso)
+
+
+@pytest.mark.parametrize("with_vtrace", [True, False], ids=["vtrace", "gae"])
+def test_a_batch_without_a_fresh_step_is_no_error(with_vtrace):
+    policy = recurrent(CORES["gru"])
+    (batch,) = collected(policy, batches=1)
+    batch["mask"] = torch.zeros(batch.shape, dtype=torch.bool)
+    loss = APPOLoss(policy, LossConfig(with_vtrace=with_vtrace))
+    if not with_vtrace:
+        loss.returns(batch)
+        assert not batch["advantage"].any()
+    assert loss(batch)["fresh_fraction"] == 0
+
+
+def test_a_missing_state_is_one_line():
+    policy = recurrent(CORES["gru"])
+    (batch,) = collected(policy, batches=1)
+    del batch["collector"]
+    with pytest.raises(ValueError, match="the batch has neither"):
+        APPOLoss(policy)(batch)
+    with pytest.raises(ValueError, match="make_tensordict_primer"):
+        policy(batch.select("observation"))
+
+
+def test_an_env_with_the_policys_primer_gives_no_second_state():
+    policy = recurrent(CORES["gru"])
+
+    def make():
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        env = TransformedEnv(env, InitTracker())
+        return env.append_transform(policy.make_tensordict_primer())
+
+    collector = SharedMemoryCollector(
+        make, policy, frames_per_batch=32, num_workers=0, num_envs_per_worker=2, rollout_length=16
+    )
+    batch = next(iter(collector))
+    collector.shutdown()
+    assert "recurrent_state" not in batch.keys()  # noqa: SIM118
+    assert APPOLoss(policy)(batch)["ratio_deviation_max"] < 1e-5

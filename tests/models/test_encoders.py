@@ -201,6 +201,8 @@ REFUSED = {
     "no such key": (picture(), {"encoders": {"sreen": "mlp"}}, r"encoders names \['sreen'\]"),
     "no such module": (picture(), {"encoders": {"observation": "no.such.Net"}}, "cannot be made"),
     "no such class": (picture(), {"decoder": f"{PARTS}.Hallf"}, "cannot be made"),
+    "another signature": (picture(), {"encoders": {"observation": f"{PARTS}.Picky"}}, "'more'"),
+    "no module at all": (picture(), {"encoders": {"observation": ".Foo"}}, "cannot be made"),
     "no outputs": (picture(), {"encoders": {"observation": f"{PARTS}.Forgetful"}}, "num_outputs"),
 }
 
@@ -218,6 +220,8 @@ def test_what_does_not_fit_is_refused(feature, layers, message):
         ({"core": "rnn"}, "must be one of none, gru, lstm"),
         ({"decoder": "mpl"}, "must be one of mlp, or package.module.Class"),
         ({"encoders": {"x": "convnet"}}, r"encoders\['x'\]='convnet' must be one of mlp"),
+        ({"encoder_mlp_layers": (8.5,)}, "must be positive integers"),
+        ({"policy_init_gain": -1.0}, "policy_init_gain=-1.0"),
         ({"rnn_size": 0}, "rnn_size=0 must be at least 1"),
         ({"rows_per_piece": -1}, "rows_per_piece=-1"),
         ({"precision": "half"}, "must be one of auto, float32, bfloat16"),
@@ -250,3 +254,33 @@ def test_a_network_of_pictures_can_be_sent_to_another_process():
         policy.network.act(rows, False, state), network.act(rows, False, state), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_parts_of_the_users_own_keep_their_weights():
+    policy = policy_for(
+        picture((4,), dtype="float32"), encoders={"observation": f"{PARTS}.Trained"}
+    )
+    (encoder,) = policy.network.torso.encoder.parts
+    assert (encoder.body.linear.weight == 0.5).all()
+
+
+def test_an_mlp_on_a_picture_sees_it_scaled():
+    policy = policy_for(
+        picture((3, 10, 10)), encoders={"observation": "mlp"}, encoder_mlp_layers=(8,), **FP32
+    )
+    (encoder,) = policy.network.torso.encoder.parts
+    x = pictures(2, (3, 10, 10))
+    (layer,) = encoder.body.layers
+    expected = functional.elu(functional.linear(x.flatten(1) / 255, layer.weight, layer.bias))
+    torch.testing.assert_close(encoder(x), expected)
+
+
+def test_a_torso_with_an_attribute_of_our_name_is_not_recurrent():
+    class Own(torch.nn.Module):
+        num_outputs, state_size = 4, 7
+
+        def forward(self, observations):
+            return observations[0]
+
+    policy = ActorCritic(specs(picture((4,), dtype="float32")), torso=Own())
+    assert policy.state is None

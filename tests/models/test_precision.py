@@ -1,10 +1,11 @@
 """bfloat16: what it may change, and what it may not."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from tensordict import TensorDict
 
-from sf_torchrl import ActorCritic, APPOLoss, SharedMemoryCollector
+from sf_torchrl import ActorCritic, APPOLoss, APPOModule, RolloutDataModule, SharedMemoryCollector
 from sf_torchrl.config import LossConfig, NetworkConfig
 from sf_torchrl.envs.factory import with_arguments
 from sf_torchrl.envs.spaces import ActionSpec, EnvSpecs
@@ -139,3 +140,32 @@ def test_auto_is_bfloat16_for_pictures_where_the_processor_has_it():
     assert policy_in("auto").network._bfloat16 == supports_bfloat16()
     assert not policy_in("auto", specs=vector).network._bfloat16
     assert policy_in("bfloat16", specs=vector).network._bfloat16
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_autocast_around_the_network_changes_nothing(precision):
+    policy = policy_in(precision)
+    rows = [torch.full((3, *SHAPE), 7, dtype=torch.uint8)]
+    with torch.no_grad():
+        alone = policy.evaluate(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = policy.evaluate(rows)
+    for one, other in zip(alone, inside, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_precision_of_the_trainers_is_refused(precision, tmp_path):
+    module = APPOModule(policy_in("float32"))
+    collector = SharedMemoryCollector("CartPole-v1", frames_per_batch=64, num_workers=0)
+    trainer = pl.Trainer(
+        precision=precision,
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ValueError, match=r"model\.network\.precision"):
+        trainer.fit(module, RolloutDataModule(collector))
