@@ -171,7 +171,7 @@ class RolloutDataModule(pl.LightningDataModule):
     ) -> TensorDictBase:
         """Move a batch; on CPUs nothing is done, since the batch is the caller's own.
 
-        To a GPU on a stream of its own, so that the copy runs beside what the learner computes.
+        To a GPU on a stream of its own: the copy runs beside what the learner has still to compute.
         """
         if device.type == "cpu":
             return batch
