@@ -75,7 +75,7 @@ WORKLOADS = {
         env="doom_basic",
         frame_skip=4,
         network={"encoder_conv_architecture": "convnet_simple", "nonlinearity": "relu"},
-        collector=PIXELS,
+        collector=PIXELS | {"num_envs_per_worker": 8},
         env_kwargs={"channel_order": "first"},
     ),
     # Nature CNN + 512 on 4x84x84, batch 1024.
