@@ -44,6 +44,7 @@ class SlabViews:
         self.observation = [slab.numpy(OBSERVATION, *key) for key in self.keys]
         self.final = [slab.numpy(FINAL, *key) for key in self.keys]
         self.state = [_RowPair(slab, feature.key) for feature in state]
+        self.state_keys = [f.key for f in (*state, *slab.layout.core_state)]
         self.core_state = [slab.numpy(CORE_STATE, *f.key) for f in slab.layout.core_state]
         self.carried = [slab.numpy(OBSERVATION, *f.key) for f in slab.layout.observation]
         self.actions = [slab.numpy(POLICY, *feature.key) for feature in specs.actions]
@@ -121,8 +122,7 @@ class EnvSplit(ABC):
 
     def _make_env(self, parts: SplitParts) -> Any:
         """One more env, which must be like the one tried out."""
-        states = [state.key for state in parts.views.state]
-        return make_alike(parts.create_env_fn, parts.specs, states)
+        return make_alike(parts.create_env_fn, parts.specs, parts.views.state_keys)
 
     @abstractmethod
     def _reset_envs(self, slot: int) -> None:
