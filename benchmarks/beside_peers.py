@@ -133,6 +133,7 @@ DOOM_SAMPLE = [
         "BENCH_SF_PY",
         "bench_sf.py",
         f"--mode sample {DOOM_SF} --warmup 2",
+        renamed=("sampling.sync_sampling_api", "sampling.simplified_sampling_api"),
     ),
     System(
         "TorchRL MultiAsyncCollector",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,8 @@ class System:
     script: str
     flags: str
     threads: int = 1
+    renamed: tuple[str, str] | None = None
+    """A module that the script imports under another version's name: (its name there, here)."""
 
     def available(self) -> bool:
         return self.interpreter in os.environ
@@ -29,7 +32,7 @@ class System:
         """One run; its JSON line."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             log = Path(directory) / "log.jsonl"
-            command = [os.environ[self.interpreter], str(scripts / self.script)]
+            command = [os.environ[self.interpreter], str(self._script(scripts, Path(directory)))]
             command += ["--workload", workload]
             command += [*self.flags.split(), "--seconds", str(seconds)]
             environment = os.environ | {
@@ -47,12 +50,22 @@ class System:
                 timeout=300,
                 check=False,
             )
+            if not log.exists():
+                raise RuntimeError(f"{self.name} failed; run {command} by hand to see why")
             found = json.loads(log.read_text().splitlines()[-1])
         return {
             "env_steps_per_s": found["sps"],
             "pss_mb": found.get("peak_pss_mb", float("nan")),
             "first_batch_s": found.get("startup_s", float("nan")),
         }
+
+    def _script(self, scripts: Path, directory: Path) -> Path:
+        if self.renamed is None:
+            return scripts / self.script
+        shutil.copy(scripts / "common.py", directory)
+        adapted = directory / self.script
+        adapted.write_text((scripts / self.script).read_text().replace(*self.renamed))
+        return adapted
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,9 @@ def table(systems: list, runs: dict[str, list[dict[str, float]]]) -> str:
     ]
     best = statistics.median(run["env_steps_per_s"] for run in runs[systems[0].name])
     for system in systems:
+        if not runs[system.name]:
+            lines.append(f"| {system.name} | did not run | | | | |")
+            continue
         rates = [run["env_steps_per_s"] for run in runs[system.name]]
         memory = statistics.median(run.get("pss_mb", float("nan")) for run in runs[system.name])
         first = statistics.median(run.get("first_batch_s", 0.0) for run in runs[system.name])
@@ -107,7 +123,11 @@ def take(
     runs: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
     for number in range(repeat):
         for system in systems:
-            found = system.measure(workload, scripts, seconds)
+            try:
+                found = system.measure(workload, scripts, seconds)
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                print(f"{number + 1}/{repeat} {error}", flush=True)
+                continue
             runs[system.name].append(found)
             print(f"{number + 1}/{repeat} {system.name}: {found}", flush=True)
     return runs

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -44,18 +45,15 @@ def distribution_of(action: ActionSpec) -> ActionDistribution:
     return DiagonalGaussian(math.prod(action.shape))
 
 
-def supports_bfloat16() -> bool:
-    """Whether this processor computes in bfloat16, rather than imitating it."""
-    return any(
+@lru_cache
+def supports_bfloat16(device: str = "cpu") -> bool:
+    """Whether processors of this kind compute in bfloat16 here, rather than imitating it."""
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device == "cpu" and any(
         getattr(torch.cpu, name, lambda: False)()
         for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     )
-
-
-def _uses_bfloat16(specs: EnvSpecs, config: NetworkConfig) -> bool:
-    if config.precision != "auto":
-        return config.precision == "bfloat16"
-    return supports_bfloat16() and any(is_picture(f) for f in specs.network_inputs)
 
 
 class ActorCriticNetwork(nn.Module):
@@ -78,7 +76,9 @@ class ActorCriticNetwork(nn.Module):
             raise ValueError(f"core={config.core!r} has no place in a torso of your own")
         self.torso: nn.Module = Torso(inputs, config) if torso is None else torso
         self.critic_torso = None if config.actor_critic_share_weights else copy.deepcopy(self.torso)
-        self._bfloat16 = _uses_bfloat16(specs, config)
+        self._precision_wanted = config.precision
+        if config.precision == "auto" and not any(is_picture(f) for f in inputs):
+            self._precision_wanted = "float32"
         self._make_heads(specs, config)
         # A torso of the user's own keeps the weights it came with.
         ours: list[nn.Module] = [self.actor_head, self.critic_head]
@@ -109,6 +109,11 @@ class ActorCriticNetwork(nn.Module):
         """Numbers in the recurrent state of one lane, the critic's included; 0 without a core."""
         torsos = (self.torso, self.critic_torso)
         return sum(torso.state_size for torso in torsos if isinstance(torso, Torso))
+
+    def uses_bfloat16(self, device: str) -> bool:
+        """Whether encoder, core and decoder compute in bfloat16 on devices of this kind."""
+        wanted = self._precision_wanted
+        return wanted == "bfloat16" or (wanted == "auto" and supports_bfloat16(device))
 
     def evaluate(self, observations: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Distribution parameters and value of observations, with gradient, without a core.
@@ -162,8 +167,9 @@ class ActorCriticNetwork(nn.Module):
 
     def _precision(self, observations: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
         device = observations[0].device.type
-        if self._bfloat16 or torch.is_autocast_enabled(device):  # somebody else's is not ours
-            return torch.autocast(device, torch.bfloat16, enabled=self._bfloat16)
+        bfloat16 = self.uses_bfloat16(device)
+        if bfloat16 or torch.is_autocast_enabled(device):  # somebody else's is not ours
+            return torch.autocast(device, torch.bfloat16, enabled=bfloat16)
         return contextlib.nullcontext()
 
     def _heads(self, features: Tensor, critic: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -195,11 +195,19 @@ class PictureEncoder(nn.Module):
         parameters = [p for p in self.body.parameters() if p.requires_grad]
         learning = torch.is_grad_enabled() and parameters
         if self.num_threads > 1 and learning and len(pictures) > rows:
-            return in_threads(self._encode, pictures, rows, parameters, self.num_threads)
-        return in_pieces(self._encode, pictures, rows)
+            share = rows * max(1, len(pictures) // (2 * self.num_threads * rows))
+            return in_threads(self._encode, pictures, share, parameters, self.num_threads)
+        return self._encode(pictures)
 
-    def _encode(self, piece: Tensor) -> Tensor:
-        return self.body(self._prepare(piece))  # type: ignore[no-any-return]
+    def _encode(self, pictures: Tensor) -> Tensor:
+        """Convolutions in pieces; linear layers of all at once, whose gradient is large to add."""
+        convolved = in_pieces(self._convolve, pictures, self._rows(pictures))
+        return self.body.mlp(convolved) if isinstance(self.body, PictureBody) else convolved
+
+    def _convolve(self, piece: Tensor) -> Tensor:
+        body = self.body
+        part = body.convolutions if isinstance(body, PictureBody) else body
+        return part(self._prepare(piece))  # type: ignore[no-any-return]
 
     def _rows(self, pictures: Tensor) -> int:
         chosen = self._rows_per_piece

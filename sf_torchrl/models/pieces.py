@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,11 +15,22 @@ from torch import Tensor
 
 Part = Callable[[Tensor], Tensor]
 
+HELPERS_NICENESS = 5
+"""Of the threads that help the learner's; env workers and inference worker have 0."""
+
 
 @lru_cache(maxsize=1)
-def _threads(count: int) -> ThreadPoolExecutor:
-    """Threads that wait for work without spinning, so that env workers get the cores meanwhile."""
-    return ThreadPoolExecutor(count, thread_name_prefix="sf_torchrl pieces")
+def _helpers(count: int) -> ThreadPoolExecutor:
+    """Threads beside the calling one that wait without spinning: env workers get the cores."""
+    return ThreadPoolExecutor(count, thread_name_prefix="sf_torchrl pieces", initializer=_give_way)
+
+
+def _give_way() -> None:
+    """Take what the cores have left: a helper that is stopped holds up one piece, an env all."""
+    torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: or it would be all
+    if hasattr(os, "setpriority"):  # Linux alone has it by thread
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HELPERS_NICENESS)
 
 
 def in_pieces(part: Part, x: Tensor, rows: int) -> Tensor:
@@ -28,7 +42,7 @@ def in_pieces(part: Part, x: Tensor, rows: int) -> Tensor:
 def in_threads(
     part: Part, x: Tensor, rows: int, parameters: Sequence[Tensor], num_threads: int
 ) -> Tensor:
-    """As :func:`in_pieces`, the pieces shared among threads, forward and backward.
+    """As :func:`in_pieces`, each piece done by the thread that is free, forward and backward.
 
     Threads of torch's own share single operations instead: too small here to be worth it, and they
     spin while they wait for each other. Set them to one: each of these has as many again.
@@ -37,14 +51,35 @@ def in_threads(
         part: takes and returns ``[n, ...]``.
         x: ``[N, ...]``, needs no gradient.
         rows: of one piece.
-        parameters: of ``part``; their gradients are summed over threads.
-        num_threads: how many.
+        parameters: of ``part``; their gradients are summed over pieces, in the order of the
+            pieces, whichever thread did which.
+        num_threads: how many, the calling one among them.
     """
     return _InThreads.apply(part, x, rows, num_threads, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _share_out(tasks: Sequence[Callable[[], Any]], num_threads: int) -> list[Any]:
+    """Results of all tasks, in order; an error in one is raised here when all threads are done."""
+    results: list[Any] = [None] * len(tasks)
+    left = iter(range(len(tasks)))  # one step of it is atomic
+
+    def take() -> None:
+        for index in left:
+            results[index] = tasks[index]()
+
+    helpers = _helpers(num_threads - 1) if num_threads > 1 else None
+    waiting = [helpers.submit(take) for _ in range(num_threads - 1)] if helpers else []
+    try:
+        take()
+    finally:
+        wait(waiting)
+    for helper in waiting:
+        helper.result()
+    return results
+
+
 class _InThreads(torch.autograd.Function):
-    """Each thread keeps the graph of its share; backward goes through all of them at once."""
+    """Each piece keeps a graph of its own; backward goes through them in threads again."""
 
     @staticmethod
     def forward(
@@ -53,24 +88,24 @@ class _InThreads(torch.autograd.Function):
         device, dtype = x.device.type, torch.get_autocast_dtype(x.device.type)
         autocast = torch.is_autocast_enabled(device)
 
-        def run(share: Tensor) -> Tensor:
+        def run(piece: Tensor) -> Tensor:
             with torch.enable_grad(), torch.autocast(device, dtype, enabled=autocast):
-                return in_pieces(part, share, rows)
+                return part(piece)
 
-        pieces = -(-len(x) // rows)
-        share = -(-pieces // num_threads) * rows
-        ctx.pool = _threads(num_threads)
-        ctx.outputs = list(ctx.pool.map(run, torch.split(x, share)))
-        ctx.parameters = parameters
+        ctx.outputs = _share_out(
+            [partial(run, piece) for piece in torch.split(x, rows)], num_threads
+        )
+        ctx.parameters, ctx.num_threads = parameters, num_threads
         return torch.cat([output.detach() for output in ctx.outputs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        def run(output: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-            return tuple(torch.autograd.grad(output, ctx.parameters, share))
-
         shares = torch.split(grad, [len(output) for output in ctx.outputs])
-        first, *others = ctx.pool.map(run, ctx.outputs, shares)
+        tasks = [
+            partial(torch.autograd.grad, output, ctx.parameters, share)
+            for output, share in zip(ctx.outputs, shares, strict=True)
+        ]
+        first, *others = _share_out(tasks, ctx.num_threads)
         gradients = list(first)
         for other in others:
             torch._foreach_add_(gradients, list(other))

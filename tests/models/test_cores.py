@@ -94,9 +94,13 @@ def test_gradients_of_one_pass_are_those_of_stepping(core):
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-4)
 
 
-def collected(policy, num_workers=0, batches=4, env="CartPole-v1", **settings):
+# No episode outlasts 6 steps and no pole falls sooner: episodes end and begin where we know.
+SHORT_EPISODES = partial(gymnasium.make, "CartPole-v1", max_episode_steps=6)
+
+
+def collected(policy, num_workers=0, batches=4, **settings):
     collector = SharedMemoryCollector(
-        env,
+        SHORT_EPISODES,
         policy,
         **{
             "frames_per_batch": 4 * 16,
@@ -120,9 +124,7 @@ def collected(policy, num_workers=0, batches=4, env="CartPole-v1", **settings):
 @pytest.mark.parametrize("core", [CORES["gru"], CORES["lstm, two towers"]], ids=["gru", "lstm"])
 def test_a_batch_has_the_state_in_which_each_rollout_began(core, num_workers):
     policy = recurrent(core)
-    # No episode outlasts 6 steps, and no pole falls sooner: the fourth rollout begins with one.
-    env = partial(gymnasium.make, "CartPole-v1", max_episode_steps=6)
-    first, *later = collected(policy, num_workers, batches=12, env=env)
+    first, *later = collected(policy, num_workers, batches=12)
     assert not first[INITIAL_STATE].any()
     state, reached = first[INITIAL_STATE][:, 0], first
     for batch in later:

@@ -1,5 +1,7 @@
 """Pieces and threads change who computes, not what."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -33,21 +35,36 @@ def test_threads_give_the_result_and_the_gradient_of_the_whole(rows, num_threads
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_every_thread_has_a_share():
-    seen = set()
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_as_many_threads_take_pieces_as_are_asked_for(num_threads):
+    """Each of as many pieces waits until all of them are in hand."""
+    together = threading.Barrier(num_threads)
 
     def part(x):
-        import threading
-
-        seen.add(threading.current_thread().name)
+        together.wait(timeout=60)
         return x * weight
 
     weight = torch.ones(1, requires_grad=True)
-    barrierless = torch.randn(64, 3)
-    for _ in range(20):
-        in_threads(part, barrierless, 4, [weight], 2).sum().backward()
-    assert len(seen) == 2
-    assert all(name.startswith("sf_torchrl pieces") for name in seen)
+    x = torch.randn(4 * num_threads, 3)
+    found = in_threads(part, x, 4, [weight], num_threads)
+    torch.testing.assert_close(found, x)
+
+
+def test_the_gradient_does_not_depend_on_which_thread_did_what():
+    """Sums of floats depend on the order: bit for bit, twenty times, with uneven work."""
+    part, x = network(), torch.randn(64, 2, 8, 8)
+
+    def uneven(piece):
+        for _ in range(int(torch.randint(0, 4, ()))):
+            part(piece)
+        return part(piece)
+
+    def run(_, x):
+        return in_threads(uneven, x, 4, list(part.parameters()), 3)
+
+    first, *others = [outcome(run, part, x) for _ in range(20)]
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
 def test_autocast_holds_in_threads_too():

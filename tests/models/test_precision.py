@@ -137,9 +137,9 @@ def test_auto_is_bfloat16_for_pictures_where_the_processor_has_it():
         observation=(Feature(("observation",), "float32", (4,)),),
         action=ActionSpec(kind="discrete", n=4),
     )
-    assert policy_in("auto").network._bfloat16 == supports_bfloat16()
-    assert not policy_in("auto", specs=vector).network._bfloat16
-    assert policy_in("bfloat16", specs=vector).network._bfloat16
+    assert policy_in("auto").network.uses_bfloat16("cpu") == supports_bfloat16()
+    assert not policy_in("auto", specs=vector).network.uses_bfloat16("cpu")
+    assert policy_in("bfloat16", specs=vector).network.uses_bfloat16("cpu")
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
