@@ -85,11 +85,12 @@ WORKLOADS = {
         network={"encoder_conv_architecture": "convnet_atari", "nonlinearity": "relu"},
         collector=PIXELS,
     ),
-    # The same without an env's cost.
+    # The same without an env's cost: the cores that env workers leave go to the learner.
     "synth": Workload(
         env="benchmarks.workloads:NoOpEnv",
         frame_skip=1,
         network={"encoder_conv_architecture": "convnet_atari", "nonlinearity": "relu"},
         collector=PIXELS,
+        learner={"learner_threads": 2},
     ),
 }
