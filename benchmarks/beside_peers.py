@@ -84,6 +84,8 @@ CARTPOLE_SAMPLE = [
 ]
 
 FP32 = {"precision": "float32"}
+FP32_ENVS = {"num_envs_per_worker": 24}
+SAMPLE_ENVS = {"num_envs_per_worker": 16}
 GRU = {"core": "gru"}
 
 
@@ -91,7 +93,7 @@ def _pixels(sf: str, loop: str, torchrl: str) -> list:
     """Training systems of a pixel workload; the flags are those that suit each peer best."""
     return [
         Ours("sf_torchrl, bfloat16", "train", {}),
-        Ours("sf_torchrl, float32", "train", {}, FP32),
+        Ours("sf_torchrl, float32", "train", FP32_ENVS, FP32),
         System("Sample Factory 2.1.1", "train", "BENCH_SF_PY", "bench_sf.py", f"{sf} --warmup 3"),
         System(
             "synchronous loop",
@@ -125,8 +127,8 @@ DOOM_GRU = [
     ),
 ]
 DOOM_SAMPLE = [
-    Ours("sf_torchrl, bfloat16", "sample", {}),
-    Ours("sf_torchrl, float32", "sample", {}, FP32),
+    Ours("sf_torchrl, bfloat16", "sample", SAMPLE_ENVS),
+    Ours("sf_torchrl, float32", "sample", SAMPLE_ENVS, FP32),
     System(
         "Sample Factory 2.1.1",
         "sample",
