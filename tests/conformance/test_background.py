@@ -136,7 +136,7 @@ def test_weights_are_renewed_in_the_background(running):
     collector.update_policy_weights_(collector.policy)
     wait_until(lambda: (buffer[:]["policy_version"] > version).any())
     with collector.pause():
-        steps = buffer[:]
+        steps = buffer[:].clone()  # a view otherwise, of what is being written on
     renewed = steps["policy_version"] > version
     assert (steps["action"][renewed] == 0.5).all()
     assert (steps["action"][~renewed] == 0).all()
