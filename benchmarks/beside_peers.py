@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--scripts", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", help="one of the workload's tables: 'Full training' and so on")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     title, tables = TABLES[arguments.workload]
@@ -197,6 +198,8 @@ def main() -> None:
         f"Medians of {arguments.repeat} rounds of {arguments.seconds:.0f} s taken turn by turn. "
         "Env steps, not frames: multiply by the frame skip where there is one.",
     ]
+    if arguments.only:
+        tables = {arguments.only: tables[arguments.only]}
     for name, systems in tables.items():
         present = [system for system in systems if system.available()]
         runs = take(
