@@ -117,7 +117,7 @@ def _pixels(sf: str, loop: str, torchrl: str) -> list:
 DOOM_SF = "--workers 2 --envs 8 --splits 2"
 DOOM_GRU = [
     Ours("sf_torchrl, GRU 512, bfloat16", "train", {}, GRU),
-    Ours("sf_torchrl, GRU 512, float32", "train", {}, GRU | FP32),
+    Ours("sf_torchrl, GRU 512, float32", "train", FP32_ENVS, GRU | FP32),
     System(
         "Sample Factory 2.1.1, GRU 512",
         "train",
