@@ -199,6 +199,8 @@ def main() -> None:
         "Env steps, not frames: multiply by the frame skip where there is one.",
     ]
     if arguments.only:
+        if arguments.only not in tables:
+            parser.error(f"--only {arguments.only!r} must be one of {', '.join(tables)}")
         tables = {arguments.only: tables[arguments.only]}
     for name, systems in tables.items():
         present = [system for system in systems if system.available()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -195,19 +196,19 @@ class PictureEncoder(nn.Module):
         parameters = [p for p in self.body.parameters() if p.requires_grad]
         learning = torch.is_grad_enabled() and parameters
         if self.num_threads > 1 and learning and len(pictures) > rows:
+            # About two shares a thread: few gradients to add, and little to wait for at the end.
             share = rows * max(1, len(pictures) // (2 * self.num_threads * rows))
-            return in_threads(self._encode, pictures, share, parameters, self.num_threads)
-        return self._encode(pictures)
+            encode = partial(self._encode, rows=rows)
+            return in_threads(encode, pictures, share, parameters, self.num_threads)
+        return self._encode(pictures, rows)
 
-    def _encode(self, pictures: Tensor) -> Tensor:
+    def _encode(self, pictures: Tensor, rows: int) -> Tensor:
         """Convolutions in pieces; linear layers of all at once, whose gradient is large to add."""
-        convolved = in_pieces(self._convolve, pictures, self._rows(pictures))
-        return self.body.mlp(convolved) if isinstance(self.body, PictureBody) else convolved
-
-    def _convolve(self, piece: Tensor) -> Tensor:
         body = self.body
-        part = body.convolutions if isinstance(body, PictureBody) else body
-        return part(self._prepare(piece))  # type: ignore[no-any-return]
+        ours = isinstance(body, PictureBody)  # which part of another one may wait is unknown
+        part = cast(nn.Module, body.convolutions if ours else body)
+        x = in_pieces(lambda piece: part(self._prepare(piece)), pictures, rows)
+        return cast(nn.Module, body.mlp)(x) if ours else x
 
     def _rows(self, pictures: Tensor) -> int:
         chosen = self._rows_per_piece

@@ -67,8 +67,8 @@ def _share_out(tasks: Sequence[Callable[[], Any]], num_threads: int) -> list[Any
         for index in left:
             results[index] = tasks[index]()
 
-    helpers = _helpers(num_threads - 1) if num_threads > 1 else None
-    waiting = [helpers.submit(take) for _ in range(num_threads - 1)] if helpers else []
+    others = num_threads - 1
+    waiting = [_helpers(others).submit(take) for _ in range(others)]
     try:
         take()
     finally:
